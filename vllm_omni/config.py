@@ -1,0 +1,152 @@
+"""Settings of the system: frozen, checked when made, each field described once for code and CLI."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from vllm_omni.errors import ConfigError
+
+EngineType = Literal["ar", "diffusion"]
+Mode = Literal["embedded"]
+Policy = Literal["fcfs", "priority", "shortest"]
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field with a default and the one line that `--help` and readers get."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class DiTCacheTensor:
+    """A buffer that the cache manager reserves at start and lends to requests."""
+
+    size: int = setting(0, "bytes")
+    name: str = setting("", "what the buffer is for, shown in statistics")
+
+    def __post_init__(self) -> None:
+        _check_whole("DiTCacheTensor.size", self.size, 1)
+
+
+@dataclass(frozen=True)
+class DiTCacheConfig:
+    """What `DiTCacheManager` may hold."""
+
+    dit_cache_tensors: Sequence[DiTCacheTensor] = setting((), "buffers reserved for DiT caches")
+    kv_cache_groups: Sequence[DiTCacheTensor] = setting((), "buffers reserved for attention caches")
+    max_cache_size: int = setting(1024**3, "bytes, over everything the manager holds")
+    cache_cleanup_interval: float = setting(60.0, "seconds after which an unused entry expires")
+
+    def __post_init__(self) -> None:
+        for name in ("dit_cache_tensors", "kv_cache_groups"):
+            value = getattr(self, name)
+            if not all(isinstance(tensor, DiTCacheTensor) for tensor in value):
+                raise ConfigError(name, value, "a list of DiTCacheTensor")
+            object.__setattr__(self, name, tuple(value))
+        _check_whole("max_cache_size", self.max_cache_size, 1)
+        _check_seconds("cache_cleanup_interval", self.cache_cleanup_interval)
+        if self.reserved_size > self.max_cache_size:
+            raise ConfigError(
+                "max_cache_size",
+                self.max_cache_size,
+                f"the reserved buffers alone take {self.reserved_size} bytes",
+            )
+
+    @property
+    def reserved_tensors(self) -> tuple[DiTCacheTensor, ...]:
+        return (*self.dit_cache_tensors, *self.kv_cache_groups)
+
+    @property
+    def reserved_size(self) -> int:
+        return sum(tensor.size for tensor in self.reserved_tensors)
+
+
+@dataclass(frozen=True)
+class DiTConfig:
+    """A diffusion engine core: its model, where it runs, and how it batches."""
+
+    model: str = setting("", "path of a checkpoint in diffusers layout")
+    model_type: str = setting("dit", "kind of diffusion model")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N; auto takes a GPU if there is one")
+    dtype: DType = setting("auto", "of weights and activations; auto is bfloat16 on GPUs")
+    worker_processes: int = setting(
+        0, "worker processes, one per device, requests spread over them; 0 runs in this process"
+    )
+    max_num_seqs: int = setting(32, "most requests in one step")
+    max_num_batched_tokens: int = setting(
+        32768, "most image and text tokens in one step, over all requests and guidance branches"
+    )
+    policy: Policy = setting("fcfs", "which request goes first")
+    ageing_steps: int = setting(
+        200, "steps a request may be passed over before it goes ahead of every policy"
+    )
+    decode_batch_size: int = setting(4, "most pictures in one VAE decode")
+    load_text_encoder: bool = setting(True, "encode prompts in the diffusion workers")
+    cache_config: DiTCacheConfig = field(default_factory=DiTCacheConfig)
+
+    def __post_init__(self) -> None:
+        _check_choice("policy", self.policy, get_args(Policy))
+        _check_choice("dtype", self.dtype, get_args(DType))
+        _check_choice("model_type", self.model_type, ("dit",))
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+            raise ConfigError("device", self.device, "one of auto, cpu, cuda, cuda:N")
+        _check_whole("worker_processes", self.worker_processes, 0)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "ageing_steps", "decode_batch_size"):
+            _check_whole(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage of the way of a request."""
+
+    stage_id: int
+    engine_type: EngineType
+    model_path: str
+    input_modalities: Sequence[str] = ()
+    output_modalities: Sequence[str] = ()
+    vllm_config: Any = None  # AR stages: a VllmConfig, engine arguments or a dict of them
+    dit_config: DiTConfig | None = None  # diffusion stages
+    cache_config: DiTCacheConfig | None = None  # overrides dit_config.cache_config
+
+    def __post_init__(self) -> None:
+        _check_choice("engine_type", self.engine_type, get_args(EngineType))
+        _check_whole("stage_id", self.stage_id, 0)
+        if self.engine_type == "ar" and self.dit_config is not None:
+            raise ConfigError("dit_config", self.dit_config, "an AR stage takes vllm_config")
+        if self.engine_type == "diffusion" and self.vllm_config is not None:
+            raise ConfigError("vllm_config", self.vllm_config, "a diffusion stage takes dit_config")
+
+
+@dataclass(frozen=True)
+class OmniConfig:
+    """The whole system."""
+
+    model: str = setting("demo", "demo, or path of a checkpoint in diffusers layout")
+    mode: Mode = setting("embedded", "where stages run")
+    vllm_config: Any = None
+    stage_configs: Sequence[StageConfig] = ()
+
+    def __post_init__(self) -> None:
+        _check_choice("mode", self.mode, get_args(Mode))
+        stage_ids = [stage.stage_id for stage in self.stage_configs]
+        if len(set(stage_ids)) != len(stage_ids):
+            raise ConfigError("stage_configs", stage_ids, "each stage_id may appear once")
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(name, value, f"one of {', '.join(choices)}")
+
+
+def _check_whole(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(name, value, f"a whole number, at least {low}")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
+        raise ConfigError(name, value, "a number of seconds above 0")

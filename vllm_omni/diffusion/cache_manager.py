@@ -1,0 +1,171 @@
+"""`DiTCacheManager`: every tensor that outlives a step, within one byte budget."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_omni.config import DiTCacheConfig
+from vllm_omni.errors import CacheAllocationError
+
+_LATENTS = "latents"
+_DEFAULT = "cache"
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    tensor: Tensor
+    num_bytes: int
+    last_used: float
+    reserved: Tensor | None = None  # the start-up buffer it lies in, if any
+
+
+class DiTCacheManager:
+    """Owns two kinds of entries.
+
+    A request's own (latents, buffers) stay until `release_cache`, or expire when nobody used them
+    for `cache_cleanup_interval` seconds; those of a pinned request do not expire. Shared ones
+    (prompt embeddings) give way, least recently used first, when a request needs the room.
+    """
+
+    def __init__(
+        self,
+        config: DiTCacheConfig,
+        device: str | torch.device = "cpu",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self._clock = clock
+        self._requests: dict[str, dict[str, _Entry]] = {}
+        self._pinned: set[str] = set()
+        self._shared: OrderedDict[Hashable, _Entry] = OrderedDict()
+        # Smallest first, so that the first that fits fits best.
+        self._free_reserved = sorted(
+            (self._new_buffer(tensor.size) for tensor in config.reserved_tensors), key=len
+        )
+        self._used = config.reserved_size
+        self.num_evictions = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    # --- a request's own entries ---
+
+    def allocate_cache(self, request_id: str, size: int, name: str = _DEFAULT) -> Tensor:
+        """A buffer of `size` bytes [size] uint8 for a request, replacing its earlier one."""
+        if size < 1:
+            raise ValueError(f"size={size} is not allowed: at least 1 byte")
+        self._drop(request_id, name)
+        reserved = next((buffer for buffer in self._free_reserved if len(buffer) >= size), None)
+        if reserved is not None:
+            self._free_reserved.remove(reserved)
+            entry = _Entry(reserved[:size], 0, self._clock(), reserved)
+        else:
+            self._make_room(size)
+            entry = _Entry(self._new_buffer(size), size, self._clock())
+            self._used += size
+        self._requests.setdefault(request_id, {})[name] = entry
+        return entry.tensor
+
+    def get_cache(self, request_id: str, name: str = _DEFAULT) -> Tensor | None:
+        entry = self._requests.get(request_id, {}).get(name)
+        if entry is None:
+            return None
+        entry.last_used = self._clock()
+        return entry.tensor
+
+    def pin_request(self, request_id: str) -> None:
+        """Keep a request's entries from expiring until it is released."""
+        self._pinned.add(request_id)
+
+    def release_cache(self, request_id: str) -> None:
+        """Free everything a request holds; one that holds nothing is fine."""
+        for name in list(self._requests.get(request_id, ())):
+            self._drop(request_id, name)
+        self._pinned.discard(request_id)
+
+    clear_request_cache = release_cache
+
+    def cache_tensor(self, request_id: str, name: str, tensor: Tensor) -> Tensor:
+        """Copy a tensor into a buffer of the request's own; the answer is that buffer."""
+        held = self.get_cache(request_id, name)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            buffer = self.allocate_cache(request_id, tensor.nbytes, name)
+            held = buffer.view(tensor.dtype).view(tensor.shape)
+            self._requests[request_id][name].tensor = held
+        return held.copy_(tensor)
+
+    def cache_latents(self, request_id: str, latents: Tensor) -> Tensor:
+        return self.cache_tensor(request_id, _LATENTS, latents)
+
+    def get_cached_latents(self, request_id: str) -> Tensor | None:
+        return self.get_cache(request_id, _LATENTS)
+
+    # --- shared entries ---
+
+    def cache_prompt(self, key: Hashable, embeds: Tensor) -> None:
+        """Keep prompt embeddings for whoever asks next, if there is room for them."""
+        self._drop_shared(key)
+        try:
+            self._make_room(embeds.nbytes)
+        except CacheAllocationError:
+            return  # not worth failing for: the next request encodes again
+        self._shared[key] = _Entry(embeds, embeds.nbytes, self._clock())
+        self._used += embeds.nbytes
+
+    def get_cached_prompt(self, key: Hashable) -> Tensor | None:
+        entry = self._shared.get(key)
+        if entry is None:
+            return None
+        self._shared.move_to_end(key)
+        entry.last_used = self._clock()
+        return entry.tensor
+
+    # --- room ---
+
+    def clear_expired_cache(self) -> None:
+        """Free what nobody has used for `cache_cleanup_interval` seconds."""
+        oldest = self._clock() - self.config.cache_cleanup_interval
+        for request_id, entries in list(self._requests.items()):
+            if request_id not in self._pinned:
+                for name in [name for name, e in entries.items() if e.last_used < oldest]:
+                    self._drop(request_id, name)
+        for key in [key for key, e in self._shared.items() if e.last_used < oldest]:
+            self._drop_shared(key)
+
+    def _make_room(self, size: int) -> None:
+        budget = self.config.max_cache_size
+        evictable = sum(entry.num_bytes for entry in self._shared.values())
+        if self._used - evictable + size > budget:
+            raise CacheAllocationError(
+                f"{size} bytes do not fit: {self._used - evictable} of max_cache_size={budget} "
+                f"are in use; raise that setting, or run fewer or smaller requests at once"
+            )
+        while self._used + size > budget:
+            self._drop_shared(next(iter(self._shared)))
+            self.num_evictions += 1
+
+    def _drop(self, request_id: str, name: str) -> None:
+        entries = self._requests.get(request_id, {})
+        if (entry := entries.pop(name, None)) is None:
+            return
+        self._used -= entry.num_bytes
+        if entry.reserved is not None:
+            self._free_reserved.append(entry.reserved)
+            self._free_reserved.sort(key=len)
+        if not entries:
+            del self._requests[request_id]
+
+    def _drop_shared(self, key: Hashable) -> None:
+        if (entry := self._shared.pop(key, None)) is not None:
+            self._used -= entry.num_bytes
+
+    def _new_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -1,0 +1,48 @@
+"""`DiffusionEngineCore`: schedule, execute, update; nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm_omni.config import DiTConfig
+from vllm_omni.diffusion.executor import DiffusionExecutor
+from vllm_omni.diffusion.messages import DiffusionRequest
+from vllm_omni.diffusion.scheduler import DiffusionScheduler
+from vllm_omni.models.registry import get_model_spec, load_class
+from vllm_omni.outputs import EngineCoreOutputs, FinishReason
+
+
+class DiffusionEngineCore:
+    """A diffusion model behind a queue of requests. Not thread safe: one caller steps it."""
+
+    def __init__(self, dit_config: DiTConfig, executor: DiffusionExecutor | None = None) -> None:
+        self.dit_config = dit_config
+        self.scheduler: DiffusionScheduler = load_class(get_model_spec(dit_config.model).scheduler)(
+            dit_config
+        )
+        self.executor = executor or DiffusionExecutor.from_config(dit_config)
+        self.model_time = 0.0  # seconds of the last step inside the model's networks
+
+    def add_request(self, request: DiffusionRequest[Any]) -> None:
+        """Queue a request; raises an `OmniRequestError` if it can never run."""
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests before the next step; each still gets its final output."""
+        self.scheduler.finish_requests(request_ids, FinishReason.ABORT)
+
+    def has_requests(self) -> bool:
+        return self.scheduler.has_requests()
+
+    def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """One denoising step for a batch: the news by client, and whether there was any work."""
+        if not self.scheduler.has_requests():
+            return {}, False
+        scheduler_output = self.scheduler.schedule()
+        model_output = self.executor.execute_model(scheduler_output)
+        self.model_time = model_output.model_time
+        return self.scheduler.update_from_output(scheduler_output, model_output), True
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()

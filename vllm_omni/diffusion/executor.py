@@ -1,0 +1,211 @@
+"""`DiffusionExecutor`: hands a step to the workers, here or in other processes."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import weakref
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import msgspec
+
+from vllm_omni.config import DiTConfig
+from vllm_omni.diffusion.messages import DiffusionModelRunnerOutput, DiffusionSchedulerOutput
+from vllm_omni.diffusion.worker import WorkerCall, WorkerReply, make_worker, run_worker
+from vllm_omni.errors import EngineDeadError, EngineError, ModelLoadError
+from vllm_omni.outputs import RequestError
+from vllm_omni.serial import MessageDecoder, encode
+
+logger = logging.getLogger(__name__)
+
+
+class DiffusionExecutor(ABC):
+    """One contract for every way of running workers."""
+
+    @staticmethod
+    def from_config(config: DiTConfig) -> DiffusionExecutor:
+        if config.worker_processes == 0:
+            return UniProcDiffusionExecutor(config)
+        return MultiProcDiffusionExecutor(config)
+
+    @abstractmethod
+    def execute_model(
+        self, scheduler_output: DiffusionSchedulerOutput[Any]
+    ) -> DiffusionModelRunnerOutput:
+        """Take one step; what goes wrong with a request is in the output, not raised."""
+
+    @abstractmethod
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Let go of workers and weights. May be called twice."""
+
+
+class UniProcDiffusionExecutor(DiffusionExecutor):
+    """One worker in this process."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        self.worker = make_worker(config)
+
+    def execute_model(
+        self, scheduler_output: DiffusionSchedulerOutput[Any]
+    ) -> DiffusionModelRunnerOutput:
+        return self.worker.execute_model(scheduler_output)
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
+
+    def shutdown(self) -> None:
+        self.worker.pipeline_manager.unload()
+
+
+@dataclass(eq=False)
+class WorkerHandle:
+    """The executor's end of a worker process."""
+
+    rank: int
+    process: SpawnProcess
+    connection: Connection
+    request_tokens: dict[str, int] = field(default_factory=dict)  # what it works on
+
+    def send(self, call: WorkerCall) -> None:
+        """Send a call; a dead worker is found out when its reply is awaited."""
+        try:
+            self.connection.send_bytes(encode(call))
+        except (BrokenPipeError, ConnectionResetError):
+            logger.warning("diffusion worker %d does not take calls any more", self.rank)
+
+    def receive(self) -> WorkerReply:
+        wait([self.connection, self.process.sentinel])
+        try:
+            if self.connection.poll():
+                return _reply_decoder.decode(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            logger.warning("diffusion worker %d closed its pipe", self.rank)
+        self.process.join(timeout=5)
+        raise EngineDeadError(
+            f"diffusion worker {self.rank} ended with exit code {self.process.exitcode}"
+        )
+
+
+_reply_decoder = MessageDecoder(WorkerReply)
+
+
+class MultiProcDiffusionExecutor(DiffusionExecutor):
+    """A worker process per device. A request stays with the worker it started on.
+
+    When a worker dies, the requests it held end with an error and the others go on.
+    """
+
+    def __init__(self, config: DiTConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.workers: list[WorkerHandle] = []
+        for rank in range(config.worker_processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=run_worker,
+                args=(theirs, config, rank, config.worker_processes),
+                name=f"vllm-omni diffusion worker {rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.workers.append(WorkerHandle(rank, process, ours))
+        self._finalizer = weakref.finalize(self, _stop_workers, self.workers)
+        for worker in self.workers:
+            self._wait_until_ready(worker)
+
+    def execute_model(
+        self, scheduler_output: DiffusionSchedulerOutput[Any]
+    ) -> DiffusionModelRunnerOutput:
+        output = DiffusionModelRunnerOutput()
+        calls = self._split(scheduler_output)
+        for worker, step in calls.items():
+            raw = msgspec.Raw(encode(step))
+            worker.send(WorkerCall(method="execute_model", scheduler_output=raw))
+        for worker in calls:
+            try:
+                reply = worker.receive()
+            except EngineDeadError as error:
+                self._bury(worker, error, output)
+                continue
+            if reply.model_output is None:
+                raise EngineError(f"diffusion worker {worker.rank} failed a step: {reply.error}")
+            output.merge(reply.model_output)
+        return output
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        for worker in self.workers:
+            worker.send(WorkerCall(method=method, args=list(args)))
+        replies = [worker.receive() for worker in self.workers]
+        for worker, reply in zip(self.workers, replies, strict=True):
+            if reply.error is not None:
+                raise EngineError(f"{method} failed in worker {worker.rank}: {reply.error}")
+        return [reply.result for reply in replies]
+
+    def shutdown(self) -> None:
+        self._finalizer()
+
+    def _wait_until_ready(self, worker: WorkerHandle) -> None:
+        try:
+            error = worker.receive().error
+        except EngineDeadError as dead:
+            error = str(dead)
+        if error is not None:
+            self.shutdown()
+            raise ModelLoadError(f"diffusion worker {worker.rank} cannot start: {error}")
+
+    def _split(
+        self, scheduler_output: DiffusionSchedulerOutput[Any]
+    ) -> dict[WorkerHandle, DiffusionSchedulerOutput[Any]]:
+        """Each worker's part of the step: its own requests; new ones to the least loaded."""
+        if not self.workers:
+            raise EngineDeadError("no diffusion worker is left")
+        parts: dict[WorkerHandle, DiffusionSchedulerOutput[Any]] = {
+            worker: DiffusionSchedulerOutput() for worker in self.workers
+        }
+        for request_id in scheduler_output.finished_req_ids:
+            if (owner := self._owner(request_id)) is not None:
+                del owner.request_tokens[request_id]
+                parts[owner].finished_req_ids.append(request_id)
+        for new_request in scheduler_output.scheduled_new_reqs:
+            worker = min(self.workers, key=lambda worker: sum(worker.request_tokens.values()))
+            worker.request_tokens[new_request.request_id] = new_request.custom_inputs.num_tokens
+            parts[worker].scheduled_new_reqs.append(new_request)
+        for request_id, num_steps in scheduler_output.num_scheduled_steps.items():
+            owner = self._owner(request_id)
+            assert owner is not None
+            parts[owner].num_scheduled_steps[request_id] = num_steps
+        return {
+            worker: part
+            for worker, part in parts.items()
+            if part.num_scheduled_steps or part.finished_req_ids
+        }
+
+    def _owner(self, request_id: str) -> WorkerHandle | None:
+        return next((w for w in self.workers if request_id in w.request_tokens), None)
+
+    def _bury(
+        self, worker: WorkerHandle, error: EngineDeadError, output: DiffusionModelRunnerOutput
+    ) -> None:
+        logger.error("%s", error)
+        self.workers.remove(worker)
+        worker.connection.close()
+        for request_id in worker.request_tokens:
+            output.errors[request_id] = RequestError.from_exception(error)
+
+
+def _stop_workers(workers: list[WorkerHandle]) -> None:
+    for worker in workers:
+        worker.connection.close()  # the worker reads this as the end
+    for worker in workers:
+        worker.process.join(timeout=5)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()

@@ -1,0 +1,83 @@
+"""Everything that passes between scheduler, executor, worker and runner. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from vllm_omni.outputs import RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any
+
+
+class CustomInputs(Protocol):
+    """What the engine must know of a model's own request inputs."""
+
+    @property
+    def num_steps(self) -> int:
+        """Denoising steps; 0 for a task that needs no denoising."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one step over all guidance branches, text included."""
+
+    @property
+    def output_type(self) -> str:
+        """What the finished request's main tensor is."""
+
+
+InputsT = TypeVar("InputsT", bound=CustomInputs)
+
+
+class DiffusionRequest(msgspec.Struct, Generic[InputsT], kw_only=True):
+    """A request as it enters a diffusion engine core."""
+
+    request_id: str
+    custom_inputs: InputsT
+    client_index: int = 0  # which client gets the outputs
+    priority: int = 0  # lower goes first
+    deadline: float | None = None  # seconds from arrival
+    arrival_time: float | None = None  # time.monotonic(); set on arrival when not given
+
+
+class NewRequestData(msgspec.Struct, Generic[InputsT], frozen=True):
+    """A request the workers have not seen before."""
+
+    request_id: str
+    custom_inputs: InputsT
+
+
+class DiffusionSchedulerOutput(msgspec.Struct, Generic[InputsT], kw_only=True):
+    """One step: who is new, who steps, who is gone."""
+
+    scheduled_new_reqs: list[NewRequestData[InputsT]] = []
+    num_scheduled_steps: dict[str, int] = {}  # request id -> 1
+    total_num_scheduled_tokens: int = 0
+    finished_req_ids: list[str] = []  # ended since the last step; workers free them
+
+
+class RequestResult(msgspec.Struct, frozen=True):
+    """The tensors of a finished request, on the CPU."""
+
+    pooling_output: Tensor
+    additional_outputs: dict[str, Tensor] = {}
+
+
+class DiffusionModelRunnerOutput(msgspec.Struct, kw_only=True):
+    """What one step did: each scheduled request is in `num_computed_steps` or in `errors`."""
+
+    num_computed_steps: dict[str, int] = {}  # request id -> steps done so far
+    results: dict[str, RequestResult] = {}  # request id -> tensors, once decoded
+    errors: dict[str, RequestError] = {}
+    model_time: float = 0.0  # seconds in text encoder, transformer and VAE
+
+    def merge(self, other: DiffusionModelRunnerOutput) -> None:
+        """Add what another worker did in the same step."""
+        self.num_computed_steps.update(other.num_computed_steps)
+        self.results.update(other.results)
+        self.errors.update(other.errors)
+        self.model_time = max(self.model_time, other.model_time)

@@ -1,0 +1,111 @@
+"""`PipelineManager`: a checkpoint in diffusers layout, loaded, on its device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_omni.config import DiTConfig
+from vllm_omni.errors import EngineError, ModelLoadError
+from vllm_omni.models.progress import progress_bars_off
+from vllm_omni.models.registry import get_model_spec, load_class, read_json
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class PipelineManager:
+    """Owns the model's components; loads, unloads, and lets them sleep and wake."""
+
+    def __init__(self, config: DiTConfig, rank: int = 0) -> None:
+        self.model = Path(config.model)
+        self.spec = get_model_spec(self.model)
+        self.device = select_device(config.device, rank)
+        self.dtype = select_dtype(config.dtype, self.device)
+        self.scheduler_config = read_json(self.model, "scheduler/scheduler_config.json")
+        self._names = [
+            name
+            for name in self.spec.components
+            if name != "text_encoder" or config.load_text_encoder
+        ]
+        self._components: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """`transformer`, `vae` and so on, once loaded."""
+        if name.startswith("_") or name not in self.spec.components:
+            raise AttributeError(name)
+        if name not in self._components:
+            raise EngineError(f"the {name} is not loaded: call load() or wake() first")
+        return self._components[name]
+
+    def load(self) -> None:
+        for name in self._names:
+            if name not in self._components:
+                self._components[name] = self._load_component(name)
+
+    def unload(self) -> None:
+        """Give all weights back."""
+        self._components.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Leave the device: level 1 keeps the weights in host memory, level 2 drops them."""
+        if level not in (1, 2):
+            raise ValueError(f"level={level} is not allowed: 1 or 2")
+        if level == 2:
+            self.unload()
+        for component in self._components.values():
+            component.to("cpu")
+
+    def wake(self) -> None:
+        """Be ready again after `sleep`."""
+        self.load()
+        for component in self._components.values():
+            component.to(self.device)
+
+    def encode_text(self, token_ids: Sequence[int], num_prefix_tokens: int) -> Tensor:
+        """The hidden states [tokens - prefix, hidden] that condition the transformer."""
+        input_ids = torch.tensor([token_ids], device=self.device)
+        # `.model` leaves out the language model head, whose logits nobody needs here; its last
+        # hidden state is the stock pipeline's `hidden_states[-1]`.
+        output = self.text_encoder.model(
+            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False
+        )
+        embeds: Tensor = output.last_hidden_state[0, num_prefix_tokens:].clone()
+        return embeds
+
+    def _load_component(self, name: str) -> Any:
+        component_class = load_class(self.spec.components[name])
+        try:
+            with progress_bars_off():
+                component = component_class.from_pretrained(
+                    self.model / name, torch_dtype=self.dtype, use_safetensors=True
+                )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise ModelLoadError(f"cannot load {name} from {self.model}: {error}") from error
+        logger.debug("loaded %s", name)
+        return component.requires_grad_(False).eval().to(self.device)
+
+
+def select_device(device: str, rank: int = 0) -> torch.device:
+    """Where a worker runs; "auto" and "cuda" take the GPU of the worker's rank."""
+    has_cuda = torch.cuda.is_available()
+    if device == "auto":
+        device = "cuda" if has_cuda else "cpu"
+    if device.startswith("cuda") and not has_cuda:
+        raise EngineError(f"device={device!r} is not there: torch sees no CUDA device")
+    return torch.device("cuda", rank) if device == "cuda" else torch.device(device)
+
+
+def select_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """bfloat16 pays on GPUs; without matrix units for it a CPU is several times slower."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return _DTYPES[dtype]

@@ -1,0 +1,245 @@
+"""Decides, before every step, which requests take it. Imports no torch.
+
+The central idea is vLLM's, with denoising steps for tokens: there is no phase to be in.
+A decision is `{request_id: 1 step}`, and each request's `num_computed_steps` catches up with its
+`num_steps`. Every step is a scheduling point, so requests join, leave, are aborted and are
+passed over (preempted; their latents stay where they are) between any two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from vllm_omni.config import DiTConfig
+from vllm_omni.diffusion.messages import (
+    DiffusionModelRunnerOutput,
+    DiffusionRequest,
+    DiffusionSchedulerOutput,
+    NewRequestData,
+    RequestResult,
+)
+from vllm_omni.errors import DeadlineExceededError, InvalidParameterError, OmniRequestError
+from vllm_omni.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestError
+
+
+class RequestStatus(Enum):
+    WAITING = auto()  # no worker knows it yet
+    RUNNING = auto()  # workers hold its state, whether or not it is in the current step
+    DECODING = auto()  # all steps done, its result is still to come
+
+
+@dataclass(eq=False, slots=True)
+class ScheduledRequest:
+    """The scheduler's own record of a request."""
+
+    request: DiffusionRequest[Any]
+    num_tokens: int
+    num_steps: int
+    arrival_time: float
+    index: int  # order of arrival
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_steps: int = 0
+    num_passed_over: int = 0  # steps it was there for and not in
+    start_time: float | None = None  # when it was first scheduled
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def remaining_work(self) -> int:
+        """Token-steps still to do."""
+        return self.num_tokens * max(1, self.num_steps - self.num_computed_steps)
+
+    @property
+    def expires_at(self) -> float | None:
+        deadline = self.request.deadline
+        return None if deadline is None else self.arrival_time + deadline
+
+
+class DiffusionScheduler:
+    """Continuous batching of denoising steps under a token budget."""
+
+    def __init__(self, config: DiTConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.clock = clock
+        self.requests: dict[str, ScheduledRequest] = {}
+        self._num_arrived = 0
+        self._finished_req_ids: list[str] = []  # workers are yet to be told
+        self._pending_outputs: list[tuple[int, EngineCoreOutput]] = []  # ended between steps
+
+    # --- requests come and go ---
+
+    def add_request(self, request: DiffusionRequest[Any]) -> None:
+        if request.request_id in self.requests:
+            raise InvalidParameterError(
+                "request_id", request.request_id, "a request of that id is being worked on"
+            )
+        num_tokens = self.num_tokens(request)
+        if num_tokens > self.config.max_num_batched_tokens:
+            raise OmniRequestError(
+                f"the request needs {num_tokens} tokens a step, more than "
+                f"max_num_batched_tokens={self.config.max_num_batched_tokens}: ask for a smaller "
+                f"picture, or raise that setting"
+            )
+        arrival_time = self.clock() if request.arrival_time is None else request.arrival_time
+        self.requests[request.request_id] = ScheduledRequest(
+            request=request,
+            num_tokens=num_tokens,
+            num_steps=request.custom_inputs.num_steps,
+            arrival_time=arrival_time,
+            index=self._num_arrived,
+        )
+        self._num_arrived += 1
+
+    def num_tokens(self, request: DiffusionRequest[Any]) -> int:
+        """Tokens that one step of this request adds to the packed forward."""
+        return int(request.custom_inputs.num_tokens)
+
+    def finish_requests(
+        self,
+        request_ids: Iterable[str],
+        finish_reason: FinishReason,
+        error: RequestError | None = None,
+    ) -> None:
+        """End requests between steps; unknown ids have ended already and are passed over."""
+        for request_id in request_ids:
+            if request_id in self.requests:
+                output = EngineCoreOutput(
+                    request_id=request_id, finish_reason=finish_reason, error=error
+                )
+                client_index = self._forget(request_id)
+                self._pending_outputs.append((client_index, output))
+
+    def has_requests(self) -> bool:
+        """Whether there is anything left to do or to say."""
+        return bool(self.requests or self._finished_req_ids or self._pending_outputs)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """(started, waiting)."""
+        waiting = sum(r.status is RequestStatus.WAITING for r in self.requests.values())
+        return len(self.requests) - waiting, waiting
+
+    # --- one step ---
+
+    def schedule(self) -> DiffusionSchedulerOutput[Any]:
+        self._expire_requests()
+        output: DiffusionSchedulerOutput[Any] = DiffusionSchedulerOutput(
+            finished_req_ids=self._finished_req_ids
+        )
+        self._finished_req_ids = []
+
+        budget = self.config.max_num_batched_tokens
+        candidates = [r for r in self.requests.values() if r.status is not RequestStatus.DECODING]
+        # The first of the order always fits, so it always steps; whoever does not fit behind it
+        # is passed over, which holds up nobody, until it is old enough to be first itself.
+        for request in sorted(candidates, key=self._order):
+            if (
+                len(output.num_scheduled_steps) == self.config.max_num_seqs
+                or request.num_tokens > budget
+            ):
+                request.num_passed_over += 1
+                continue
+            budget -= request.num_tokens
+            if request.status is RequestStatus.WAITING:
+                request.status = RequestStatus.RUNNING
+                request.start_time = self.clock()
+                output.scheduled_new_reqs.append(
+                    NewRequestData(request.request_id, request.request.custom_inputs)
+                )
+            output.num_scheduled_steps[request.request_id] = 1
+        output.total_num_scheduled_tokens = self.config.max_num_batched_tokens - budget
+        return output
+
+    def update_from_output(
+        self,
+        scheduler_output: DiffusionSchedulerOutput[Any],
+        model_output: DiffusionModelRunnerOutput,
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take in what a step did; the answer is the news for each client."""
+        news: defaultdict[int, EngineCoreOutputs] = defaultdict(EngineCoreOutputs)
+        for client_index, output in self._pending_outputs:
+            news[client_index].outputs.append(output)
+        self._pending_outputs = []
+
+        for request_id, error in model_output.errors.items():
+            if request_id in self.requests:  # else it was aborted meanwhile
+                output = EngineCoreOutput(
+                    request_id=request_id, finish_reason=FinishReason.ERROR, error=error
+                )
+                news[self._forget(request_id)].outputs.append(output)
+
+        for request_id, num_computed_steps in model_output.num_computed_steps.items():
+            if (request := self.requests.get(request_id)) is None:
+                continue
+            request.num_computed_steps = num_computed_steps
+            if num_computed_steps >= request.num_steps:
+                request.status = RequestStatus.DECODING
+            if request_id not in model_output.results:
+                news[request.request.client_index].outputs.append(_progress(request))
+
+        for request_id, result in model_output.results.items():
+            if (request := self.requests.get(request_id)) is not None:
+                self._forget(request_id)
+                news[request.request.client_index].outputs.append(_final(request, result))
+        return dict(news)
+
+    # --- order ---
+
+    def _order(self, request: ScheduledRequest) -> tuple[int, int, int]:
+        """Smallest goes first. Who was passed over for too long goes before the policy's pick."""
+        if self.config.policy == "fcfs":
+            return (0, 0, request.index)
+        if request.num_passed_over >= self.config.ageing_steps:
+            return (0, 0, request.index)
+        if self.config.policy == "priority":
+            return (1, request.request.priority, request.index)
+        return (1, request.remaining_work, request.index)
+
+    def _expire_requests(self) -> None:
+        now = self.clock()
+        for request in list(self.requests.values()):
+            if request.expires_at is not None and request.expires_at <= now:
+                error = DeadlineExceededError(
+                    f"deadline={request.request.deadline} s passed after "
+                    f"{request.num_computed_steps} of {request.num_steps} steps"
+                )
+                self.finish_requests(
+                    [request.request_id], FinishReason.ERROR, RequestError.from_exception(error)
+                )
+
+    def _forget(self, request_id: str) -> int:
+        """Drop a request that has ended; the answer is its client."""
+        request = self.requests.pop(request_id)
+        if request.status is not RequestStatus.WAITING:
+            self._finished_req_ids.append(request_id)
+        return request.request.client_index
+
+
+def _progress(request: ScheduledRequest) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id=request.request_id, output_metadata=_metadata(request))
+
+
+def _final(request: ScheduledRequest, result: RequestResult) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        finish_reason=FinishReason.STOP,
+        pooling_output=result.pooling_output,
+        additional_outputs=result.additional_outputs,
+        output_type=request.request.custom_inputs.output_type,
+        output_metadata=_metadata(request),
+    )
+
+
+def _metadata(request: ScheduledRequest) -> dict[str, Any]:
+    assert request.start_time is not None
+    return {
+        "step": request.num_computed_steps,
+        "num_steps": request.num_steps,
+        "queue_time": request.start_time - request.arrival_time,
+    }

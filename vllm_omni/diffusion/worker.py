@@ -1,0 +1,128 @@
+"""`DiffusionWorker`: one device, one copy of the weights, in this process or its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import setproctitle
+import torch
+
+from vllm_omni.config import DiTConfig
+from vllm_omni.diffusion.cache_manager import DiTCacheManager
+from vllm_omni.diffusion.messages import DiffusionModelRunnerOutput, DiffusionSchedulerOutput
+from vllm_omni.diffusion.model_runner import DiffusionModelRunner
+from vllm_omni.diffusion.pipeline_manager import PipelineManager
+from vllm_omni.models.interface import RunnerAdapter
+from vllm_omni.models.registry import get_model_spec, load_class
+from vllm_omni.serial import MessageDecoder, encode
+
+logger = logging.getLogger(__name__)
+
+
+class DiffusionWorker:
+    """Builds the model and its managers, and takes steps with them."""
+
+    def __init__(self, config: DiTConfig, rank: int = 0) -> None:
+        self.config = config
+        self.rank = rank
+        self.pipeline_manager = PipelineManager(config, rank)
+        self.cache_manager = DiTCacheManager(config.cache_config, self.pipeline_manager.device)
+
+    def load_model(self) -> None:
+        self.pipeline_manager.load()
+        adapter_class = load_class(self.pipeline_manager.spec.adapter)
+        self.adapter: RunnerAdapter[Any] = adapter_class(
+            self.pipeline_manager, self.cache_manager, self.config
+        )
+        self.model_runner = DiffusionModelRunner(self.adapter, self.cache_manager)
+
+    def get_pipeline_manager(self) -> PipelineManager:
+        return self.pipeline_manager
+
+    def execute_model(
+        self, scheduler_output: DiffusionSchedulerOutput[Any]
+    ) -> DiffusionModelRunnerOutput:
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sleep(self, level: int = 1) -> None:
+        self.pipeline_manager.sleep(level)
+
+    def wake(self) -> None:
+        self.pipeline_manager.wake()
+
+    def get_stats(self) -> dict[str, int]:
+        return {
+            "num_requests": len(self.model_runner.states),
+            "cache_used_bytes": self.cache_manager.used_bytes,
+            "cache_evictions": self.cache_manager.num_evictions,
+        }
+
+
+def make_worker(config: DiTConfig, rank: int = 0) -> DiffusionWorker:
+    """The worker that the checkpoint's model asks for, loaded."""
+    worker_class = load_class(get_model_spec(config.model).worker)
+    worker: DiffusionWorker = worker_class(config, rank)
+    worker.load_model()
+    return worker
+
+
+class WorkerCall(msgspec.Struct, kw_only=True):
+    """Executor to worker: a step, or any other method by name."""
+
+    method: str
+    scheduler_output: msgspec.Raw | None = None  # for "execute_model"
+    args: list[Any] = []
+
+
+class WorkerReply(msgspec.Struct, kw_only=True):
+    """Worker to executor, one for each call, and one when it is ready."""
+
+    model_output: DiffusionModelRunnerOutput | None = None
+    result: Any = None
+    error: str | None = None
+
+
+REMOTE_METHODS = ("sleep", "wake", "get_stats")
+
+
+def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers: int) -> None:
+    """The main function of a worker process. Ends when the executor's end of the pipe closes."""
+    setproctitle.setproctitle(f"vllm-omni diffusion worker {rank}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if config.device == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
+    try:
+        worker = make_worker(config, rank)
+    except Exception as error:
+        logger.exception("worker %d cannot start", rank)
+        connection.send_bytes(encode(WorkerReply(error=f"{type(error).__name__}: {error}")))
+        return
+    connection.send_bytes(encode(WorkerReply()))
+
+    inputs_class = load_class(worker.pipeline_manager.spec.inputs)
+    call_decoder = MessageDecoder(WorkerCall)
+    scheduler_output_decoder = MessageDecoder(
+        DiffusionSchedulerOutput[inputs_class]  # type: ignore[valid-type]
+    )
+    while True:
+        try:
+            call = call_decoder.decode(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            if call.scheduler_output is not None:
+                step = scheduler_output_decoder.decode(bytes(call.scheduler_output))
+                reply = WorkerReply(model_output=worker.execute_model(step))
+            elif call.method in REMOTE_METHODS:
+                reply = WorkerReply(result=getattr(worker, call.method)(*call.args))
+            else:
+                reply = WorkerReply(error=f"unknown method {call.method!r}")
+        except Exception as error:
+            logger.exception("worker %d: %s failed", rank, call.method)
+            reply = WorkerReply(error=f"{type(error).__name__}: {error}")
+        connection.send_bytes(encode(reply))

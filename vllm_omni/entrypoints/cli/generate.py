@@ -1,0 +1,129 @@
+"""`vllm-omni generate`: pictures from prompts, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_omni.config import DiTConfig
+from vllm_omni.entrypoints.cli.settings import add_settings, read_settings
+from vllm_omni.errors import InvalidParameterError
+from vllm_omni.params import DiffusionParams
+
+if TYPE_CHECKING:
+    from vllm_omni.outputs import OmniOutput
+
+FILE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the `generate` command."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="draw pictures from prompts, offline",
+        description="Draw pictures from prompts, all in one batch. Prints the path of each file.",
+    )
+    parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="what to draw")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        default=Path("out.png"),
+        help="where to; several pictures are numbered: FILE-1, FILE-2; default: out.png",
+    )
+    parser.add_argument("--model", default="demo", help="demo or a checkpoint's path")
+    parser.add_argument("--size", metavar="WxH", help="in pixels, multiples of 16")
+    parser.add_argument("--steps", metavar="N", type=int, help="denoising steps")
+    parser.add_argument(
+        "--cfg",
+        metavar="F",
+        type=float,
+        default=DiffusionParams().true_cfg_scale,
+        help="guidance scale, in effect with --negative; default: %(default)s",
+    )
+    parser.add_argument("--negative", metavar="TEXT", help="what not to draw; turns guidance on")
+    parser.add_argument("--seed", metavar="S", type=int, help="default: a random one")
+    parser.add_argument("-n", metavar="N", type=int, default=1, help="pictures per prompt")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    add_settings(parser, DiTConfig, leave_out=("model", "model_type", "load_text_encoder"))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw, write, report."""
+    params = _params(args)
+    if args.output.suffix.lower() not in FILE_SUFFIXES:
+        raise InvalidParameterError("-o", str(args.output), f"one of {', '.join(FILE_SUFFIXES)}")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+
+    # Heavy imports only now, so that --help and wrong arguments answer at once.
+    from tqdm import tqdm
+
+    from vllm_omni.entrypoints.omni import Omni
+
+    settings = read_settings(args, DiTConfig) | {"model": args.model}
+    with Omni(**settings) as omni, tqdm(unit="step", disable=None, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        outputs = omni.generate(args.prompts, params, progress=show)
+
+    num_images = sum(len(output.images) for output in outputs)
+    paths = _paths(args.output, num_images)
+    for output in outputs:
+        files = []
+        for image in output.images:
+            files.append(next(paths))
+            image.save(files[-1])
+        _report(output, files, as_json=args.json)
+    return 1 if any(output.error is not None for output in outputs) else 0
+
+
+def _params(args: argparse.Namespace) -> DiffusionParams:
+    width, height = _parse_size(args.size) if args.size is not None else (None, None)
+    return DiffusionParams(
+        height=height,
+        width=width,
+        num_inference_steps=args.steps,
+        true_cfg_scale=args.cfg,
+        negative_prompt=args.negative,
+        seed=args.seed,
+        num_outputs_per_prompt=args.n,
+    )
+
+
+def _parse_size(size: str) -> tuple[int, int]:
+    width, _, height = size.lower().partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise InvalidParameterError("--size", size, "width x height in pixels, such as 256x256")
+    return int(width), int(height)
+
+
+def _paths(path: Path, num_images: int) -> Any:
+    if num_images == 1:
+        return iter([path])
+    return (path.with_stem(f"{path.stem}-{index + 1}") for index in range(num_images))
+
+
+def _report(output: OmniOutput, files: list[Path], as_json: bool) -> None:
+    if as_json:
+        report = {
+            "prompt": output.prompt,
+            "files": [str(file) for file in files],
+            "seeds": output.seeds,
+            "error": None if output.error is None else str(output.error),
+            "metrics": asdict(output.metrics),
+        }
+        print(json.dumps(report, ensure_ascii=False))
+        return
+    for file in files:
+        print(file)
+    if output.error is not None:
+        print(f"error: {output.prompt!r}: {output.error}", file=sys.stderr)

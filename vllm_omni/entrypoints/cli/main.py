@@ -1,0 +1,49 @@
+"""`vllm-omni`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+import vllm_omni
+from vllm_omni.entrypoints.cli import checkpoint, doctor, generate
+from vllm_omni.errors import EngineError, OmniRequestError
+
+COMMANDS = (generate, checkpoint, doctor)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code is 0, 1 for a failure, 2 for a wrong argument."""
+    args = make_parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=args.log_level.upper())
+    try:
+        exit_code: int = args.run(args)
+    except (EngineError, OmniRequestError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return exit_code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-omni", description="Serve models whose answer is more than text."
+    )
+    parser.add_argument("--version", action="version", version=vllm_omni.__version__)
+    parser.add_argument(
+        "--log-level",
+        default="error",
+        choices=("debug", "info", "warning", "error"),
+        help="how much the engine says on stderr; default: error",
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Every error this package raises on purpose.
+
+    Exception
+    ├── OmniRequestError               one request is at fault; everything else goes on
+    │   ├── InvalidParameterError      a value that is not allowed (also a ValueError)
+    │   ├── ModalityNotSupportedError  an input or output kind that the model does not have
+    │   ├── DeadlineExceededError      the request's own deadline passed
+    │   └── StageExecutionError        preparing, stepping or decoding this request failed
+    └── EngineError                    the engine, not a request, is at fault
+        ├── ConfigError                a setting that is not allowed (also a ValueError)
+        ├── ModelLoadError             the checkpoint is missing, broken or of an unknown kind
+        ├── CacheAllocationError       a cache allocation does not fit its byte budget
+        └── EngineDeadError            the engine or its workers are gone
+
+Every message says what was wrong, with which value, and what is allowed.
+"""
+
+from __future__ import annotations
+
+
+class OmniRequestError(Exception):
+    """One request cannot be served."""
+
+
+class InvalidParameterError(OmniRequestError, ValueError):
+    """A request parameter has a value that is not allowed."""
+
+    def __init__(self, param: str, value: object, allowed: str) -> None:
+        super().__init__(f"{param}={value!r} is not allowed: {allowed}")
+        self.param = param
+
+
+class ModalityNotSupportedError(OmniRequestError):
+    """The model has no such input or output modality."""
+
+
+class DeadlineExceededError(OmniRequestError):
+    """The request did not finish within its deadline."""
+
+
+class StageExecutionError(OmniRequestError):
+    """A stage failed while it worked on this request."""
+
+
+class EngineError(Exception):
+    """The engine itself cannot do its work."""
+
+
+class ConfigError(EngineError, ValueError):
+    """A setting has a value that is not allowed."""
+
+    def __init__(self, param: str, value: object, allowed: str) -> None:
+        super().__init__(f"{param}={value!r} is not allowed: {allowed}")
+        self.param = param
+
+
+class ModelLoadError(EngineError):
+    """A checkpoint cannot be loaded."""
+
+
+class CacheAllocationError(EngineError):
+    """A cache allocation does not fit the byte budget."""
+
+
+class EngineDeadError(EngineError):
+    """The engine, or a worker it needs, has ended."""

@@ -1,0 +1,49 @@
+"""What a model must offer to the diffusion engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from vllm_omni.config import DiTConfig
+from vllm_omni.diffusion.cache_manager import DiTCacheManager
+from vllm_omni.diffusion.messages import RequestResult
+from vllm_omni.diffusion.pipeline_manager import PipelineManager
+
+
+class RequestState(Protocol):
+    """A request inside a worker."""
+
+    row: int  # the runner's stable row
+    latents: Tensor  # float32, owned by the cache manager
+    num_computed_steps: int
+
+    @property
+    def num_steps(self) -> int: ...
+
+
+StateT = TypeVar("StateT", bound=RequestState)
+
+
+class RunnerAdapter(Protocol[StateT]):
+    """The model's side of a step. All methods work on any mix of requests."""
+
+    model_time: float  # seconds spent inside the model's networks, summed up
+
+    def __init__(
+        self, pipeline: PipelineManager, cache_manager: DiTCacheManager, config: DiTConfig
+    ) -> None: ...
+
+    def prepare(self, request_id: str, inputs: Any) -> StateT:
+        """Encode, draw the noise, make the schedule."""
+
+    def step(self, states: Sequence[StateT]) -> list[Tensor]:
+        """The latents after one more step. Changes nothing, so that it can be tried again."""
+
+    def decode(self, states: Sequence[StateT]) -> list[RequestResult]:
+        """The results of requests that have taken all their steps."""
+
+    def release(self, state: StateT) -> None:
+        """Keep nothing of a request that has ended."""

@@ -1,0 +1,300 @@
+"""`QwenImageRunnerAdapter`: Qwen-Image cut into prepare, step and decode."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from diffusers import AutoencoderKLQwenImage
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from vllm_omni.config import DiTConfig
+from vllm_omni.diffusion.block_manager import DiffusionBlockManager
+from vllm_omni.diffusion.cache_manager import DiTCacheManager
+from vllm_omni.diffusion.decode_manager import ParallelDecodeManager
+from vllm_omni.diffusion.messages import RequestResult
+from vllm_omni.diffusion.pipeline_manager import PipelineManager
+from vllm_omni.diffusion.sampling import euler_step
+from vllm_omni.errors import InvalidParameterError
+from vllm_omni.models.qwen_image.inputs import TASK_TEXT_ENCODING, QwenImageCustomInputs
+from vllm_omni.models.qwen_image.transformer import (
+    PackPlan,
+    RowShape,
+    make_plan,
+    packed_forward,
+    project_text,
+)
+from vllm_omni.models.qwen_image.vae import decode_images, keep_first_frame_only
+
+_MAX_PLANS = 32
+
+
+@dataclass(eq=False)
+class QwenImageState:
+    """One request in a worker. Its tensors belong to the cache manager."""
+
+    inputs: QwenImageCustomInputs
+    latents: Tensor  # [image tokens, channels] float32; hidden states for a text encoding
+    branches: list[Tensor]  # projected text [tokens, D], conditional first, then unconditional
+    sigmas: Tensor  # [steps + 1] float32
+    num_computed_steps: int = 0
+    row: int = -1
+
+    @property
+    def num_steps(self) -> int:
+        return self.inputs.num_steps
+
+    @property
+    def is_guided(self) -> bool:
+        return len(self.branches) == 2
+
+    def row_shape(self, branch: int) -> RowShape:
+        return RowShape(((1, *self.inputs.grid),), self.branches[branch].shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """What stays the same from step to step while the same requests run together."""
+
+    states: list[QwenImageState]  # guided ones first
+    plan: PackPlan
+    text: Tensor  # [N_txt, D]
+    row_states: Tensor  # [rows] index into states of each row
+    token_states: Tensor  # [tokens of states] index into states of each token
+    guidance_scale: Tensor  # [tokens of guided states, 1]
+
+    @property
+    def num_guided_tokens(self) -> int:
+        return self.guidance_scale.shape[0]
+
+
+class QwenImageRunnerAdapter:
+    """Runs any mix of Qwen-Image requests, one packed forward a step."""
+
+    def __init__(
+        self, pipeline: PipelineManager, cache_manager: DiTCacheManager, config: DiTConfig
+    ) -> None:
+        self.pipeline = pipeline
+        self.cache_manager = cache_manager
+        self.block_manager = DiffusionBlockManager(pipeline.scheduler_config)
+        self.decode_manager = ParallelDecodeManager(self._decode_vae, config.decode_batch_size)
+        self.model_time = 0.0
+        self._vae: AutoencoderKLQwenImage | None = None
+        self._plans: OrderedDict[tuple[RowShape, ...], PackPlan] = OrderedDict()
+        self._batch: PackedBatch | None = None
+
+    @torch.no_grad()
+    def generate(self, custom_inputs: QwenImageCustomInputs) -> RequestResult:
+        """One request alone, from beginning to end."""
+        request_id = f"generate-{id(custom_inputs)}"
+        try:
+            state = self.prepare(request_id, custom_inputs)
+            for _ in self.block_manager.schedule_denoising_steps(0, state.num_steps):
+                [latents] = self.step([state])
+                state.latents.copy_(latents)
+                state.num_computed_steps += 1
+            return self.decode([state])[0]
+        finally:
+            self.cache_manager.release_cache(request_id)
+
+    # --- prepare ---
+
+    def prepare(self, request_id: str, inputs: QwenImageCustomInputs) -> QwenImageState:
+        cond = self._encode(inputs, inputs.prompt_token_ids, inputs.prompt_embeds)
+        if inputs.task == TASK_TEXT_ENCODING:
+            return QwenImageState(inputs, cond, branches=[], sigmas=torch.zeros(1))
+        embeds = [cond]
+        if inputs.do_true_cfg:
+            negative = inputs.negative_prompt_embeds
+            embeds.append(self._encode(inputs, inputs.negative_prompt_token_ids, negative))
+        branches = [
+            self.cache_manager.cache_tensor(
+                request_id, f"text.{index}", project_text(self.pipeline.transformer, branch)
+            )
+            for index, branch in enumerate(embeds)
+        ]
+        return QwenImageState(
+            inputs=inputs,
+            latents=self.cache_manager.cache_latents(request_id, self._initial_latents(inputs)),
+            branches=branches,
+            sigmas=self.block_manager.get_sigmas(
+                inputs.num_inference_steps, inputs.num_image_tokens, inputs.sigmas
+            ),
+        )
+
+    def _encode(
+        self, inputs: QwenImageCustomInputs, token_ids: list[int] | None, embeds: Tensor | None
+    ) -> Tensor:
+        if embeds is not None:
+            width = self.pipeline.transformer.config.joint_attention_dim
+            if embeds.ndim != 2 or embeds.shape[1] != width:
+                raise InvalidParameterError("prompt_embeds", list(embeds.shape), f"[N, {width}]")
+            return embeds.to(self.pipeline.device, self.pipeline.dtype)
+        assert token_ids is not None
+        key = (inputs.num_prefix_tokens, tuple(token_ids))
+        if (cached := self.cache_manager.get_cached_prompt(key)) is not None:
+            return cached
+        with self._timed():
+            encoded = self.pipeline.encode_text(token_ids, inputs.num_prefix_tokens)
+        self.cache_manager.cache_prompt(key, encoded)
+        return encoded
+
+    def _initial_latents(self, inputs: QwenImageCustomInputs) -> Tensor:
+        """Noise as the stock pipeline draws it: on the CPU, in the model's dtype, then packed."""
+        channels = self.pipeline.transformer.config.in_channels
+        height, width = inputs.grid
+        if inputs.latents is not None:
+            if inputs.latents.shape != (height * width, channels):
+                raise InvalidParameterError(
+                    "latents", list(inputs.latents.shape), f"[{height * width}, {channels}]"
+                )
+            return inputs.latents.to(self.pipeline.device, torch.float32)
+        noise = randn_tensor(
+            (1, 1, channels // 4, 2 * height, 2 * width),
+            generator=torch.Generator("cpu").manual_seed(inputs.seed),
+            device=self.pipeline.device,
+            dtype=self.pipeline.dtype,
+        )
+        return pack_latents(noise[0, 0]).float()
+
+    # --- step ---
+
+    def step(self, states: Sequence[QwenImageState]) -> list[Tensor]:
+        batch = self._pack(states)
+        device, dtype = self.pipeline.device, self.pipeline.dtype
+        latents = torch.cat([state.latents for state in batch.states])  # [tokens, channels]
+        sigma, sigma_next = (
+            torch.stack([s.sigmas[s.num_computed_steps + ahead] for s in batch.states])
+            .to(device)
+            .unsqueeze(1)
+            for ahead in (0, 1)
+        )  # [states, 1]
+
+        # Rows: the conditional branch of every request, then the guided ones' unconditional one.
+        num_train = self.block_manager.num_train_timesteps
+        timesteps = (sigma.squeeze(1) * num_train).to(dtype) / num_train
+        model_input = torch.cat((latents, latents[: batch.num_guided_tokens])).to(dtype)
+        with self._timed():
+            velocity = packed_forward(
+                self.pipeline.transformer,
+                batch.plan,
+                model_input,
+                batch.text,
+                timesteps[batch.row_states],
+            )
+        velocity = self.block_manager.apply_classifier_free_guidance(
+            velocity.float(), batch.guidance_scale
+        )
+        stepped = euler_step(
+            latents, velocity, sigma[batch.token_states], sigma_next[batch.token_states]
+        )
+        by_state = dict(
+            zip(
+                batch.states,
+                stepped.split([state.latents.shape[0] for state in batch.states]),
+                strict=True,
+            )
+        )
+        return [by_state[state] for state in states]
+
+    def _pack(self, states: Sequence[QwenImageState]) -> PackedBatch:
+        ordered = sorted(states, key=lambda state: not state.is_guided)  # stable: guided first
+        if self._batch is not None and self._batch.states == ordered:
+            return self._batch
+        device = self.pipeline.device
+        guided = [state for state in ordered if state.is_guided]
+        rows = [state.row_shape(0) for state in ordered] + [state.row_shape(1) for state in guided]
+        token_counts = torch.tensor([state.latents.shape[0] for state in ordered])
+        token_states = torch.repeat_interleave(torch.arange(len(ordered)), token_counts)
+        scales = torch.tensor([state.inputs.true_cfg_scale for state in guided])
+        guidance_scale = torch.repeat_interleave(scales, token_counts[: len(guided)])
+        self._batch = PackedBatch(
+            states=ordered,
+            plan=self._plan(tuple(rows)),
+            text=torch.cat(
+                [state.branches[0] for state in ordered] + [state.branches[1] for state in guided]
+            ),
+            row_states=torch.tensor([*range(len(ordered)), *range(len(guided))]).to(device),
+            token_states=token_states.to(device),
+            guidance_scale=guidance_scale.unsqueeze(1).to(device),
+        )
+        return self._batch
+
+    def _plan(self, rows: tuple[RowShape, ...]) -> PackPlan:
+        if (plan := self._plans.get(rows)) is None:
+            plan = self._plans[rows] = make_plan(self.pipeline.transformer, rows)
+            if len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(rows)
+        return plan
+
+    def release(self, state: QwenImageState) -> None:
+        if self._batch is not None and state in self._batch.states:
+            self._batch = None
+
+    # --- decode ---
+
+    def decode(self, states: Sequence[QwenImageState]) -> list[RequestResult]:
+        with_pixels = [
+            state
+            for state in states
+            if state.inputs.task != TASK_TEXT_ENCODING and state.inputs.output_mode.has_pixels
+        ]
+        images = self.decode_manager.batch_decode_latents(
+            [unpack_latents(state.latents, *state.inputs.grid) for state in with_pixels]
+        )
+        image_of = dict(zip(with_pixels, images, strict=True))
+        return [self._result(state, image_of.get(state)) for state in states]
+
+    def _result(self, state: QwenImageState, image: Tensor | None) -> RequestResult:
+        # The buffer behind `state.latents` is given back with the request: copy what leaves.
+        latents = state.latents.to("cpu", copy=True)
+        if image is None:
+            return RequestResult(latents)
+        additional: dict[str, Tensor] = {}
+        if state.inputs.output_mode.has_latents:
+            additional["latents"] = latents
+        if state.inputs.output_mode.has_mask:
+            additional["mask"] = self._mask(state.inputs)
+            [image] = self.decode_manager.apply_masks_batch([image], [additional["mask"]])
+        return RequestResult(image, additional)
+
+    def _mask(self, inputs: QwenImageCustomInputs) -> Tensor:
+        if inputs.mask is None:
+            return torch.full((inputs.height, inputs.width), 255, dtype=torch.uint8)
+        if inputs.mask.shape != (inputs.height, inputs.width):
+            raise InvalidParameterError(
+                "mask", list(inputs.mask.shape), f"[{inputs.height}, {inputs.width}]"
+            )
+        return inputs.mask.to("cpu", torch.uint8)
+
+    def _decode_vae(self, latents: Tensor) -> Tensor:
+        if self.pipeline.vae is not self._vae:  # newly loaded
+            self._vae = self.pipeline.vae
+            keep_first_frame_only(self._vae)
+        with self._timed():
+            return decode_images(self._vae, latents)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.model_time += time.perf_counter() - start
+
+
+def pack_latents(latents: Tensor) -> Tensor:
+    """[channels, 2h, 2w] to tokens [h * w, channels * 4]: each 2x2 patch is a token."""
+    channels, height, width = latents.shape
+    patches = latents.view(channels, height // 2, 2, width // 2, 2)
+    return patches.permute(1, 3, 0, 2, 4).reshape(-1, channels * 4)
+
+
+def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
+    """Tokens [h * w, channels * 4] to [channels, 1, 2h, 2w], as the VAE takes them."""
+    patches = tokens.view(height, width, -1, 2, 2)
+    return patches.permute(2, 0, 3, 1, 4).reshape(-1, 1, 2 * height, 2 * width)

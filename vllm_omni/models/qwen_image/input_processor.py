@@ -1,0 +1,83 @@
+"""`QwenImageInputProcessor`: a prompt and its parameters to engine inputs, checked at the edge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from vllm_omni.errors import InvalidParameterError, ModelLoadError
+from vllm_omni.models.qwen_image.inputs import TASK_TEXT_ENCODING, QwenImageCustomInputs
+from vllm_omni.models.qwen_image.prompt import MAX_PROMPT_TOKENS, TEXT_TO_IMAGE
+from vllm_omni.models.registry import read_json
+from vllm_omni.params import DiffusionParams
+
+STOCK_DEFAULTS = {"height": 1024, "width": 1024, "num_inference_steps": 50}
+"""What diffusers' pipeline uses; the checkpoint's generation_config.json goes before it."""
+
+
+class QwenImageInputProcessor:
+    """Knows the tokenizer, the prompt template and the default parameters of a checkpoint."""
+
+    def __init__(self, model: Path) -> None:
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(model / "tokenizer")
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelLoadError(f"cannot load tokenizer from {model}: {error}") from error
+        self.defaults = _default_params(model)
+
+    def process(self, prompt: str, params: DiffusionParams) -> QwenImageCustomInputs:
+        """The inputs of one picture; `params` must have a seed."""
+        if params.guidance_scale is not None:
+            raise InvalidParameterError(
+                "guidance_scale",
+                params.guidance_scale,
+                "this model is not guidance-distilled; use true_cfg_scale with negative_prompt",
+            )
+        params = params.with_defaults(self.defaults)
+        assert params.height and params.width and params.num_inference_steps
+        assert params.seed is not None
+        negative = params.negative_prompt if params.do_true_cfg else None
+        return QwenImageCustomInputs(
+            prompt_token_ids=self.tokenize("prompt", prompt),
+            negative_prompt_token_ids=(
+                None if negative is None else self.tokenize("negative_prompt", negative)
+            ),
+            num_prefix_tokens=TEXT_TO_IMAGE.num_prefix_tokens,
+            height=params.height,
+            width=params.width,
+            num_inference_steps=params.num_inference_steps,
+            true_cfg_scale=params.true_cfg_scale,
+            seed=params.seed,
+            sigmas=params.sigmas,
+            output_mode=params.output_mode,
+        )
+
+    def process_text(self, prompt: str) -> QwenImageCustomInputs:
+        """The inputs that give the hidden states of a prompt."""
+        return QwenImageCustomInputs(
+            task=TASK_TEXT_ENCODING,
+            prompt_token_ids=self.tokenize("prompt", prompt),
+            num_prefix_tokens=TEXT_TO_IMAGE.num_prefix_tokens,
+        )
+
+    def tokenize(self, param: str, prompt: str) -> list[int]:
+        """Token ids of the prompt inside its template; never cut short."""
+        token_ids: list[int] = self.tokenizer(TEXT_TO_IMAGE.apply(prompt)).input_ids
+        num_tokens = len(token_ids) - TEXT_TO_IMAGE.num_prefix_tokens
+        if num_tokens > MAX_PROMPT_TOKENS:
+            raise InvalidParameterError(
+                param,
+                f"{prompt[:40]}…",
+                f"it has {num_tokens} tokens, the most is {MAX_PROMPT_TOKENS}",
+            )
+        return token_ids
+
+
+def _default_params(model: Path) -> DiffusionParams:
+    path = model / "generation_config.json"
+    own = read_json(model, path.name) if path.is_file() else {}
+    try:
+        return DiffusionParams(**{**STOCK_DEFAULTS, **own})
+    except (TypeError, InvalidParameterError) as error:
+        raise ModelLoadError(f"{path}: {error}") from error

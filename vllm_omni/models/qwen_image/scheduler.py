@@ -1,0 +1,26 @@
+"""Scheduling of Qwen-Image requests. Imports no torch."""
+
+from __future__ import annotations
+
+from vllm_omni.diffusion.messages import DiffusionRequest
+from vllm_omni.diffusion.scheduler import DiffusionScheduler
+from vllm_omni.errors import InvalidParameterError
+from vllm_omni.models.qwen_image.inputs import TASK_IMAGE_GENERATION, QwenImageCustomInputs
+
+
+class QwenImageScheduler(DiffusionScheduler):
+    """A step of a Qwen-Image request costs its image and text tokens, once per guidance branch."""
+
+    def add_request(self, request: DiffusionRequest[QwenImageCustomInputs]) -> None:
+        inputs = request.custom_inputs
+        if inputs.prompt_token_ids is None and inputs.prompt_embeds is None:
+            raise InvalidParameterError("prompt", None, "token ids or embeddings are needed")
+        if inputs.task == TASK_IMAGE_GENERATION and not (
+            inputs.num_image_tokens and inputs.num_inference_steps
+        ):
+            raise InvalidParameterError(
+                "height, width, num_inference_steps",
+                (inputs.height, inputs.width, inputs.num_inference_steps),
+                "an image needs all three",
+            )
+        super().add_request(request)

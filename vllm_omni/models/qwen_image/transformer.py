@@ -1,0 +1,171 @@
+"""The packed forward of Qwen-Image's transformer, over the stock module's own weights.
+
+All image tokens of all rows are one `[N_img, D]` tensor and all text tokens one `[N_txt, D]`, so
+every linear layer runs once for the whole batch, whatever mix of sizes, prompt lengths and
+timesteps is in it. Modulation and RoPE are gathered per token; attention runs per segment, a
+segment being one row's text tokens followed by its image tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from torch import Tensor
+
+from vllm_omni.layers.attention import segment_attention
+from vllm_omni.layers.rope import apply_rope
+
+ImageShapes = tuple[tuple[int, int, int], ...]
+"""(frames, height, width) in tokens of each picture of a row; the first is the one being drawn."""
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin, each [tokens, head_dim / 2] float32."""
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """All that the packing needs to know of one row (one guidance branch of one request)."""
+
+    image_shapes: ImageShapes
+    num_text_tokens: int
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(frames * height * width for frames, height, width in self.image_shapes)
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Where every token of every row goes. Depends on the rows' shapes only, not on their values,
+    so one plan serves all steps of an unchanged batch."""
+
+    image_rows: Tensor  # [N_img] row of each image token
+    text_rows: Tensor  # [N_txt] row of each text token
+    image_rope: Rope
+    text_rope: Rope
+    to_segments: Tensor  # [N] segment order, as indices into (text tokens, image tokens)
+    from_segments: Tensor  # [N] its inverse
+    segment_lens: list[int]
+
+
+def make_plan(transformer: QwenImageTransformer2DModel, rows: Sequence[RowShape]) -> PackPlan:
+    device = transformer.proj_out.weight.device
+    text_lens = [row.num_text_tokens for row in rows]
+    image_lens = [row.num_image_tokens for row in rows]
+    frequencies = [
+        transformer.pos_embed(
+            [list(row.image_shapes)], device=device, max_txt_seq_len=row.num_text_tokens
+        )
+        for row in rows
+    ]
+    text_ids = torch.arange(sum(text_lens)).split(text_lens)
+    image_ids = torch.arange(sum(text_lens), sum(text_lens) + sum(image_lens)).split(image_lens)
+    to_segments = torch.cat([ids for pair in zip(text_ids, image_ids, strict=True) for ids in pair])
+    return PackPlan(
+        image_rows=_row_of_each_token(image_lens).to(device),
+        text_rows=_row_of_each_token(text_lens).to(device),
+        image_rope=_cos_sin([image for image, _ in frequencies]),
+        text_rope=_cos_sin([text for _, text in frequencies]),
+        to_segments=to_segments.to(device),
+        from_segments=torch.argsort(to_segments).to(device),
+        segment_lens=[text + image for text, image in zip(text_lens, image_lens, strict=True)],
+    )
+
+
+def project_text(transformer: QwenImageTransformer2DModel, prompt_embeds: Tensor) -> Tensor:
+    """Prompt embeddings [L, joint_attention_dim] as the text stream's first hidden states [L, D].
+
+    The same in every step, so it is done once per request.
+    """
+    projected: Tensor = transformer.txt_in(transformer.txt_norm(prompt_embeds))
+    return projected
+
+
+def packed_forward(
+    transformer: QwenImageTransformer2DModel,
+    plan: PackPlan,
+    latents: Tensor,
+    text: Tensor,
+    timesteps: Tensor,
+) -> Tensor:
+    """Predicted velocity [N_img, channels].
+
+    Args:
+        latents: [N_img, channels] of all rows.
+        text: [N_txt, D] of all rows, from `project_text`.
+        timesteps: [rows], from 0 to 1.
+    """
+    image = transformer.img_in(latents)
+    temb = transformer.time_text_embed(timesteps.to(image.dtype), image)  # [rows, D]
+    for block in transformer.transformer_blocks:
+        image, text = packed_block(block, plan, image, text, temb)
+
+    norm_out = transformer.norm_out
+    scale, shift = norm_out.linear(norm_out.silu(temb).to(image.dtype))[plan.image_rows].chunk(2, 1)
+    velocity: Tensor = transformer.proj_out(norm_out.norm(image) * (1 + scale) + shift)
+    return velocity
+
+
+def packed_block(
+    block: QwenImageTransformerBlock, plan: PackPlan, image: Tensor, text: Tensor, temb: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One dual-stream block; image [N_img, D], text [N_txt, D], temb [rows, D]."""
+    image_mod = block.img_mod(temb)[plan.image_rows].chunk(6, -1)  # six times [N_img, D]
+    text_mod = block.txt_mod(temb)[plan.text_rows].chunk(6, -1)
+
+    image_attn, text_attn = joint_attention(
+        block,
+        plan,
+        _modulate(block.img_norm1(image), *image_mod[0:2]),
+        _modulate(block.txt_norm1(text), *text_mod[0:2]),
+    )
+    image = image + image_mod[2] * image_attn
+    text = text + text_mod[2] * text_attn
+    image = image + image_mod[5] * block.img_mlp(_modulate(block.img_norm2(image), *image_mod[3:5]))
+    text = text + text_mod[5] * block.txt_mlp(_modulate(block.txt_norm2(text), *text_mod[3:5]))
+    return image, text
+
+
+def joint_attention(
+    block: QwenImageTransformerBlock, plan: PackPlan, image: Tensor, text: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of each row's text and image tokens to each other."""
+    attn = block.attn
+    head_dim = attn.inner_dim // attn.heads
+
+    def heads(projection: torch.nn.Linear, x: Tensor) -> Tensor:
+        projected: Tensor = projection(x)
+        return projected.view(x.shape[0], -1, head_dim)
+
+    def segments(of_text: Tensor, of_image: Tensor) -> Tensor:
+        return torch.cat((of_text, of_image))[plan.to_segments]
+
+    query = segments(
+        apply_rope(attn.norm_added_q(heads(attn.add_q_proj, text)), *plan.text_rope),
+        apply_rope(attn.norm_q(heads(attn.to_q, image)), *plan.image_rope),
+    )
+    key = segments(
+        apply_rope(attn.norm_added_k(heads(attn.add_k_proj, text)), *plan.text_rope),
+        apply_rope(attn.norm_k(heads(attn.to_k, image)), *plan.image_rope),
+    )
+    value = segments(heads(attn.add_v_proj, text), heads(attn.to_v, image))
+    attended = segment_attention(query, key, value, plan.segment_lens)[plan.from_segments]
+    of_text, of_image = attended.flatten(1).split((text.shape[0], image.shape[0]))
+    return attn.to_out[0](of_image), attn.to_add_out(of_text)
+
+
+def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale) + shift
+
+
+def _row_of_each_token(lens: Sequence[int]) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+
+
+def _cos_sin(frequencies: Sequence[Tensor]) -> Rope:
+    packed = torch.cat(list(frequencies))  # [tokens, head_dim / 2] complex
+    return packed.real.contiguous(), packed.imag.contiguous()

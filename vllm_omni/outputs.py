@@ -1,0 +1,97 @@
+"""What comes back: from an engine core (msgspec, crosses processes) and to the user."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+import vllm_omni.errors
+from vllm_omni.errors import OmniRequestError, StageExecutionError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+else:
+    # Messages name tensors without importing torch; `vllm_omni.serial` carries them.
+    Tensor = Any
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestError(msgspec.Struct, frozen=True):
+    """An `OmniRequestError` that can cross a process."""
+
+    type: str
+    message: str
+
+    @classmethod
+    def from_exception(cls, error: Exception) -> RequestError:
+        if isinstance(error, OmniRequestError):
+            return cls(type(error).__name__, str(error))
+        return cls(StageExecutionError.__name__, f"{type(error).__name__}: {error}")
+
+    def to_exception(self) -> OmniRequestError:
+        error_class = getattr(vllm_omni.errors, self.type, StageExecutionError)
+        error: OmniRequestError = error_class.__new__(error_class)
+        error.args = (self.message,)
+        return error
+
+
+class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
+    """News of one request from one step: its progress, or its end."""
+
+    request_id: str
+    new_token_ids: list[int] = []
+    pooling_output: Tensor | None = None  # the main tensor, as `output_type` says
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+    output_type: str | None = None  # "image", "latents", "hidden_states"
+    output_metadata: dict[str, Any] = {}  # step, num_steps; sizes
+    additional_outputs: dict[str, Tensor] = {}  # "latents", "mask"
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class EngineCoreOutputs(msgspec.Struct, omit_defaults=True):
+    """All news of one step for one client."""
+
+    outputs: list[EngineCoreOutput] = []
+    timestamp: float = msgspec.field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestMetrics:
+    """Where a request's time went, in seconds."""
+
+    num_steps: int = 0
+    queue_time: float = 0.0  # arrival to the first step
+    total_time: float = 0.0  # arrival to the final output
+
+
+@dataclass(kw_only=True)
+class OmniOutput:
+    """The answer to one prompt. Lists have one entry per output of the prompt."""
+
+    request_id: str
+    prompt: str
+    finished: bool = False
+    error: OmniRequestError | None = None
+    images: list[Image] = field(default_factory=list)
+    latents: Tensor | None = (
+        None  # [outputs, tokens, 64] float32, as diffusers' output_type="latent"
+    )
+    masks: Tensor | None = None  # [outputs, H, W] uint8, 255 where the picture was drawn
+    hidden_states: Tensor | None = None  # [tokens, hidden]
+    text: str | None = None
+    seeds: list[int] = field(default_factory=list)
+    metrics: RequestMetrics = RequestMetrics()
