@@ -11,8 +11,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-import msgspec
-
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.messages import DiffusionModelRunnerOutput, DiffusionSchedulerOutput
 from vllm_omni.diffusion.worker import WorkerCall, WorkerReply, make_worker, run_worker
@@ -74,7 +72,7 @@ class WorkerHandle:
     connection: Connection
     request_tokens: dict[str, int] = field(default_factory=dict)  # what it works on
 
-    def send(self, call: WorkerCall) -> None:
+    def send(self, call: WorkerCall[Any]) -> None:
         """Send a call; a dead worker is found out when its reply is awaited."""
         try:
             self.connection.send_bytes(encode(call))
@@ -127,8 +125,7 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
         output = DiffusionModelRunnerOutput()
         calls = self._split(scheduler_output)
         for worker, step in calls.items():
-            raw = msgspec.Raw(encode(step))
-            worker.send(WorkerCall(method="execute_model", scheduler_output=raw))
+            worker.send(WorkerCall(method="execute_model", scheduler_output=step))
         for worker in calls:
             try:
                 reply = worker.receive()
@@ -165,7 +162,7 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
         self, scheduler_output: DiffusionSchedulerOutput[Any]
     ) -> dict[WorkerHandle, DiffusionSchedulerOutput[Any]]:
         """Each worker's part of the step: its own requests; new ones to the least loaded."""
-        if not self.workers:
+        if not self.workers and scheduler_output.num_scheduled_steps:
             raise EngineDeadError("no diffusion worker is left")
         parts: dict[WorkerHandle, DiffusionSchedulerOutput[Any]] = {
             worker: DiffusionSchedulerOutput() for worker in self.workers

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Generic
 
 import msgspec
 import setproctitle
@@ -14,7 +14,11 @@ import torch
 
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.cache_manager import DiTCacheManager
-from vllm_omni.diffusion.messages import DiffusionModelRunnerOutput, DiffusionSchedulerOutput
+from vllm_omni.diffusion.messages import (
+    DiffusionModelRunnerOutput,
+    DiffusionSchedulerOutput,
+    InputsT,
+)
 from vllm_omni.diffusion.model_runner import DiffusionModelRunner
 from vllm_omni.diffusion.pipeline_manager import PipelineManager
 from vllm_omni.models.interface import RunnerAdapter
@@ -71,11 +75,11 @@ def make_worker(config: DiTConfig, rank: int = 0) -> DiffusionWorker:
     return worker
 
 
-class WorkerCall(msgspec.Struct, kw_only=True):
+class WorkerCall(msgspec.Struct, Generic[InputsT], kw_only=True):
     """Executor to worker: a step, or any other method by name."""
 
     method: str
-    scheduler_output: msgspec.Raw | None = None  # for "execute_model"
+    scheduler_output: DiffusionSchedulerOutput[InputsT] | None = None  # for "execute_model"
     args: list[Any] = []
 
 
@@ -105,10 +109,7 @@ def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers
     connection.send_bytes(encode(WorkerReply()))
 
     inputs_class = load_class(worker.pipeline_manager.spec.inputs)
-    call_decoder = MessageDecoder(WorkerCall)
-    scheduler_output_decoder = MessageDecoder(
-        DiffusionSchedulerOutput[inputs_class]  # type: ignore[valid-type]
-    )
+    call_decoder = MessageDecoder(WorkerCall[inputs_class])  # type: ignore[valid-type]
     while True:
         try:
             call = call_decoder.decode(connection.recv_bytes())
@@ -116,8 +117,7 @@ def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers
             return
         try:
             if call.scheduler_output is not None:
-                step = scheduler_output_decoder.decode(bytes(call.scheduler_output))
-                reply = WorkerReply(model_output=worker.execute_model(step))
+                reply = WorkerReply(model_output=worker.execute_model(call.scheduler_output))
             elif call.method in REMOTE_METHODS:
                 reply = WorkerReply(result=getattr(worker, call.method)(*call.args))
             else:

@@ -161,6 +161,7 @@ class Omni:
             except BaseException:
                 # Ctrl-C, say: leave nothing of this call in the engine.
                 self.engine_core.abort_requests(children)
+                self.engine_core.step()  # which tells the workers
                 raise
         return [_output(parent) for parent in parents]
 

@@ -58,20 +58,22 @@ class QwenImageCustomInputs(msgspec.Struct, frozen=True, kw_only=True):
         return height * width
 
     @property
+    def num_text_tokens(self) -> list[int]:
+        """Of each guidance branch, conditional first."""
+        counts = [self._count(self.prompt_token_ids, self.prompt_embeds)]
+        if self.do_true_cfg:
+            counts.append(self._count(self.negative_prompt_token_ids, self.negative_prompt_embeds))
+        return counts
+
+    @property
     def num_steps(self) -> int:
         return 0 if self.task == TASK_TEXT_ENCODING else self.num_inference_steps
 
     @property
     def num_tokens(self) -> int:
-        tokens = self._num_text_tokens(self.prompt_token_ids, self.prompt_embeds)
         if self.task == TASK_TEXT_ENCODING:
-            return tokens
-        tokens += self.num_image_tokens
-        if self.do_true_cfg:
-            tokens += self.num_image_tokens + self._num_text_tokens(
-                self.negative_prompt_token_ids, self.negative_prompt_embeds
-            )
-        return tokens
+            return sum(self.num_text_tokens)
+        return sum(self.num_image_tokens + num_text for num_text in self.num_text_tokens)
 
     @property
     def output_type(self) -> str:
@@ -79,7 +81,7 @@ class QwenImageCustomInputs(msgspec.Struct, frozen=True, kw_only=True):
             return "hidden_states"
         return "image" if self.output_mode.has_pixels else "latents"
 
-    def _num_text_tokens(self, token_ids: list[int] | None, embeds: Tensor | None) -> int:
+    def _count(self, token_ids: list[int] | None, embeds: Tensor | None) -> int:
         if embeds is not None:
             return int(embeds.shape[0])
         return len(token_ids or ()) - self.num_prefix_tokens

@@ -6,6 +6,7 @@ from vllm_omni.diffusion.messages import DiffusionRequest
 from vllm_omni.diffusion.scheduler import DiffusionScheduler
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.models.qwen_image.inputs import TASK_IMAGE_GENERATION, QwenImageCustomInputs
+from vllm_omni.models.qwen_image.prompt import MAX_PROMPT_TOKENS
 
 
 class QwenImageScheduler(DiffusionScheduler):
@@ -22,5 +23,11 @@ class QwenImageScheduler(DiffusionScheduler):
                 "height, width, num_inference_steps",
                 (inputs.height, inputs.width, inputs.num_inference_steps),
                 "an image needs all three",
+            )
+        if not all(1 <= num_tokens <= MAX_PROMPT_TOKENS for num_tokens in inputs.num_text_tokens):
+            raise InvalidParameterError(
+                "prompt",
+                f"{inputs.num_text_tokens} tokens",
+                f"from 1 to {MAX_PROMPT_TOKENS} tokens in each guidance branch",
             )
         super().add_request(request)
