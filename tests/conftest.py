@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from diffusers import QwenImagePipeline
@@ -20,6 +21,11 @@ from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
 from vllm_omni.models.progress import progress_bars_off
 from vllm_omni.models.qwen_image.checkpoint import write_checkpoint
+
+# The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones.
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # Two threads on two cores that something else is using too are many times slower than one.
 torch.set_num_threads(1)

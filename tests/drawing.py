@@ -103,7 +103,9 @@ def pixels_of(output: EngineCoreOutput) -> np.ndarray[Any, Any]:
     return pixels
 
 
-def draw_stock(pipeline: Any, case: Case) -> tuple[Tensor, np.ndarray[Any, Any]]:
+def draw_stock(
+    pipeline: Any, case: Case, noise: Tensor | None = None
+) -> tuple[Tensor, np.ndarray[Any, Any]]:
     """Latents [tokens, channels] and pixels [H, W, 3] of diffusers' own pipeline."""
     last: dict[str, Tensor] = {}
 
@@ -119,6 +121,7 @@ def draw_stock(pipeline: Any, case: Case) -> tuple[Tensor, np.ndarray[Any, Any]]
         width=case.width,
         num_inference_steps=case.num_steps,
         generator=torch.Generator().manual_seed(case.seed),
+        latents=None if noise is None else noise.unsqueeze(0),
         callback_on_step_end=keep,
         callback_on_step_end_tensor_inputs=["latents"],
     ).images

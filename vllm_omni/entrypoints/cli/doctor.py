@@ -178,7 +178,7 @@ def check_cuda() -> Capability:
         if torch.version.cuda is None and torch.version.hip is None:
             problem = (
                 f"torch {torch.__version__} is a CPU build; "
-                "to use a GPU, install a CUDA build of torch (https://pytorch.org)"
+                "to use a GPU, run make install DEVICE=cuda in a fresh clone"
             )
         elif not torch.cuda.is_available():
             problem = (
@@ -224,8 +224,8 @@ def check_demo_model(path: Path) -> Capability:
     problem = None
     if not (path / "model_index.json").is_file():
         problem = (
-            f"there is no model in {path}; "
-            "name a checkpoint instead, `vllm-omni checkpoint DIR` writes one with random weights"
+            f"there is no model in {path}; the name `demo` stands for random weights, "
+            "made on first use; for real pictures give the path of a Qwen-Image checkpoint"
         )
     return Capability("embedded demo model", problem)
 

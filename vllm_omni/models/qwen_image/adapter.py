@@ -41,7 +41,7 @@ class QwenImageState:
     inputs: QwenImageCustomInputs
     latents: Tensor  # [image tokens, channels] float32; hidden states for a text encoding
     branches: list[Tensor]  # projected text [tokens, D], conditional first, then unconditional
-    sigmas: Tensor  # [steps + 1] float32
+    sigmas: list[float]  # [steps + 1], float32 values
     num_computed_steps: int = 0
     row: int = -1
 
@@ -107,7 +107,7 @@ class QwenImageRunnerAdapter:
     def prepare(self, request_id: str, inputs: QwenImageCustomInputs) -> QwenImageState:
         cond = self._encode(inputs, inputs.prompt_token_ids, inputs.prompt_embeds)
         if inputs.task == TASK_TEXT_ENCODING:
-            return QwenImageState(inputs, cond, branches=[], sigmas=torch.zeros(1))
+            return QwenImageState(inputs, cond, branches=[], sigmas=[0.0])
         embeds = [cond]
         if inputs.do_true_cfg:
             negative = inputs.negative_prompt_embeds
@@ -124,7 +124,7 @@ class QwenImageRunnerAdapter:
             branches=branches,
             sigmas=self.block_manager.get_sigmas(
                 inputs.num_inference_steps, inputs.num_image_tokens, inputs.sigmas
-            ),
+            ).tolist(),
         )
 
     def _encode(
@@ -169,9 +169,9 @@ class QwenImageRunnerAdapter:
         device, dtype = self.pipeline.device, self.pipeline.dtype
         latents = torch.cat([state.latents for state in batch.states])  # [tokens, channels]
         sigma, sigma_next = (
-            torch.stack([s.sigmas[s.num_computed_steps + ahead] for s in batch.states])
-            .to(device)
-            .unsqueeze(1)
+            torch.tensor([[s.sigmas[s.num_computed_steps + ahead]] for s in batch.states]).to(
+                device
+            )
             for ahead in (0, 1)
         )  # [states, 1]
 
