@@ -6,7 +6,8 @@
 A round is the same eight requests (mixed sizes, half of them guided, drawn to pixels) by each of
 the three in turn. A first round is for warming up and for the check that all three draw the same
 latents. Whatever else the machine does disturbs neighbours in time alike, so the ratios within a
-round are steadier than the rates.
+round are steadier than the rates; on a busy machine `--threads 1` is steadier still, because
+threads that wait for each other lose most when others take their cores.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def print_report(report: dict[str, Any]) -> None:
         print(f"{engine['name']:16}  {rate}   {ratio}")
     print(f"\n{'own time per step':24}  {'median':>8} {'p95':>8}")
     for number, summary in report["overhead_per_step"].items():
-        name = f"{number} requests, ms"
+        name = f"at concurrency {number}, ms"
         steps = f"over {summary['num_steps']} steps"
         print(f"{name:24}  {summary['median_ms']:8.3f} {summary['p95_ms']:8.3f}   {steps}")
     for moment, load in report["load_average"].items():

@@ -107,28 +107,31 @@ def build_transformer(dimensions: Dimensions, device: torch.device) -> Any:
     return model.requires_grad_(False).eval()
 
 
+class StockStep:
+    """The stock forward over rows of one size; shorter texts are padded and masked."""
+
+    def __init__(self, model: Any, rows: Sequence[Row]) -> None:
+        self.model = model
+        text = nn.utils.rnn.pad_sequence([row.text for row in rows], batch_first=True)
+        ends = torch.tensor([row.text.shape[0] for row in rows], device=text.device)
+        mask = torch.arange(text.shape[1], device=text.device) < ends.unsqueeze(1)
+        self.inputs = {
+            "hidden_states": torch.stack([row.latents for row in rows]),
+            "encoder_hidden_states": text,
+            "encoder_hidden_states_mask": None if mask.all() else mask,  # as the pipeline does
+            "timestep": _timesteps(rows),
+            "img_shapes": [[row.grid] for row in rows],
+        }
+
+    def __call__(self) -> Tensor:
+        """[rows, image tokens, channels]"""
+        velocity: Tensor = self.model(**self.inputs, return_dict=False)[0]
+        return velocity
+
+
 def stock_forward(model: Any, row: Row) -> Tensor:
-    """[image tokens, channels], as the stock pipeline calls it for one request."""
-    return stock_batch(model, [row])[0]
-
-
-def stock_batch(model: Any, rows: Sequence[Row]) -> Tensor:
-    """[rows, image tokens, channels]: rows of one size; shorter texts are padded and masked."""
-    text = nn.utils.rnn.pad_sequence([row.text for row in rows], batch_first=True)
-    text_lens = [row.text.shape[0] for row in rows]
-    mask = None
-    if len(set(text_lens)) > 1:
-        ends = torch.tensor(text_lens, device=text.device).unsqueeze(1)
-        mask = torch.arange(text.shape[1], device=text.device) < ends
-    velocity: Tensor = model(
-        hidden_states=torch.stack([row.latents for row in rows]),
-        encoder_hidden_states=text,
-        encoder_hidden_states_mask=mask,
-        timestep=_timesteps(rows),
-        img_shapes=[[row.grid] for row in rows],
-        return_dict=False,
-    )[0]
-    return velocity
+    """[image tokens, channels] of a row alone."""
+    return StockStep(model, [row])()[0]
 
 
 class PackedStep:

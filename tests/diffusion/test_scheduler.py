@@ -374,6 +374,14 @@ def test_abort_of_a_waiting_request_never_reaches_the_workers() -> None:
     assert not scheduler.has_requests()
 
 
+def test_there_is_work_until_the_abort_has_been_said() -> None:
+    scheduler, model = create_scheduler(), StubModel()
+    scheduler.add_request(create_request("a"))
+    scheduler.finish_requests(["a"], FinishReason.ABORT)
+    assert scheduler.has_requests()
+    assert run_to_end(scheduler, model)["a"].finish_reason is FinishReason.ABORT
+
+
 def test_abort_of_a_running_request_takes_effect_before_the_next_step() -> None:
     scheduler, model = create_scheduler(), StubModel()
     add_requests(scheduler, [create_request("a"), create_request("b")])

@@ -86,7 +86,7 @@ class PipelineManager:
         try:
             with progress_bars_off():
                 component = component_class.from_pretrained(
-                    self.model / name, torch_dtype=self.dtype, use_safetensors=True
+                    self.model / name, dtype=self.dtype, use_safetensors=True
                 )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ModelLoadError(f"cannot load {name} from {self.model}: {error}") from error

@@ -1,0 +1,186 @@
+"""Settings are checked when they are made; a refusal names the setting, the value and the rule."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from vllm_omni.config import (
+    DiTCacheConfig,
+    DiTCacheTensor,
+    DiTConfig,
+    OmniConfig,
+    StageConfig,
+)
+from vllm_omni.errors import ConfigError, EngineError
+
+AT_LEAST_ONE = "a whole number, at least 1"
+NOT_COUNTS = [0, -1, 1.0, "1", True, None, math.nan]
+NOT_SECONDS = [0, -1.0, "60", True, math.nan, math.inf, None]
+STAGE: dict[str, Any] = {"stage_id": 0, "engine_type": "diffusion", "model_path": "m"}
+
+REFUSALS: list[tuple[type, dict[str, Any], str, Any, str]] = [
+    *[
+        (DiTConfig, {}, name, value, AT_LEAST_ONE)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "ageing_steps", "decode_batch_size")
+        for value in NOT_COUNTS
+    ],
+    *[
+        (DiTConfig, {}, "worker_processes", value, "a whole number, at least 0")
+        for value in (-1, 0.0, "0", False, None)
+    ],
+    *[
+        (DiTConfig, {}, "policy", value, "one of fcfs, priority, shortest")
+        for value in ("FCFS", "", None, 1)
+    ],
+    *[
+        (DiTConfig, {}, "dtype", value, "one of auto, float32, bfloat16")
+        for value in ("float16", "fp32", None)
+    ],
+    (DiTConfig, {}, "model_type", "unet", "one of dit"),
+    *[
+        (DiTConfig, {}, "device", value, "one of auto, cpu, cuda, cuda:N")
+        for value in ("gpu", "", "cpu:0", "cudax")
+    ],
+    *[(DiTCacheConfig, {}, "max_cache_size", value, AT_LEAST_ONE) for value in NOT_COUNTS],
+    *[
+        (DiTCacheConfig, {}, "cache_cleanup_interval", value, "a number of seconds above 0")
+        for value in NOT_SECONDS
+    ],
+    *[
+        (DiTCacheConfig, {}, name, [5], "a list of DiTCacheTensor")
+        for name in ("dit_cache_tensors", "kv_cache_groups")
+    ],
+    (StageConfig, STAGE, "engine_type", "text", "one of ar, diffusion"),
+    *[
+        (StageConfig, STAGE, "stage_id", value, "a whole number, at least 0")
+        for value in (-1, "0", 0.0, True)
+    ],
+    (StageConfig, STAGE, "vllm_config", {}, "a diffusion stage takes dit_config"),
+    (
+        StageConfig,
+        STAGE | {"engine_type": "ar"},
+        "dit_config",
+        DiTConfig(),
+        "an AR stage takes vllm_config",
+    ),
+    (OmniConfig, {}, "mode", "cloud", "one of embedded"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config_class", "others", "name", "value", "allowed"),
+    [pytest.param(*case, id=f"{case[2]}-{str(case[3])[:20]}") for case in REFUSALS],
+)
+def test_refusal_names_setting_value_and_what_is_allowed(
+    config_class: type, others: dict[str, Any], name: str, value: Any, allowed: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_class(**(others | {name: value}))
+    assert str(caught.value) == f"{name}={value!r} is not allowed: {allowed}"
+    assert caught.value.param == name
+
+
+@pytest.mark.xfail(reason="these are taken, or end in an error that does not name the setting")
+@pytest.mark.parametrize(
+    ("config_class", "name", "value"),
+    [
+        (DiTConfig, "device", 5),
+        (DiTConfig, "device", None),
+        (DiTConfig, "device", "cuda:"),
+        (DiTConfig, "device", "cuda:first"),
+        (DiTConfig, "load_text_encoder", "no"),
+        (DiTConfig, "cache_config", {"max_cache_size": 1}),
+        (DiTCacheConfig, "dit_cache_tensors", None),
+        (DiTCacheConfig, "cache_cleanup_interval", 10**400),
+        (OmniConfig, "stage_configs", [5]),
+    ],
+)
+def test_refuses_values_of_another_kind(config_class: type, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_class(**{name: value})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("size", NOT_COUNTS)
+def test_reserved_buffer_has_a_size(size: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DiTCacheTensor(size=size)
+    assert str(caught.value) == f"DiTCacheTensor.size={size!r} is not allowed: {AT_LEAST_ONE}"
+
+
+def test_reserved_buffers_have_to_fit() -> None:
+    tensors = [DiTCacheTensor(60), DiTCacheTensor(50)]
+    with pytest.raises(ConfigError) as caught:
+        DiTCacheConfig(
+            dit_cache_tensors=tensors[:1], kv_cache_groups=tensors[1:], max_cache_size=109
+        )
+    assert str(caught.value) == (
+        "max_cache_size=109 is not allowed: the reserved buffers alone take 110 bytes"
+    )
+    config = DiTCacheConfig(
+        dit_cache_tensors=tensors[:1], kv_cache_groups=tensors[1:], max_cache_size=110
+    )
+    assert config.reserved_size == 110
+    assert config.reserved_tensors == tuple(tensors)
+
+
+def test_each_stage_id_may_appear_once() -> None:
+    stages = [
+        StageConfig(stage_id=stage_id, engine_type="diffusion", model_path="m")
+        for stage_id in (0, 1, 0)
+    ]
+    with pytest.raises(ConfigError, match=r"stage_configs=\[0, 1, 0\] is not allowed"):
+        OmniConfig(stage_configs=stages)
+    assert len(OmniConfig(stage_configs=stages[:2]).stage_configs) == 2
+
+
+def test_config_error_is_an_engine_error_and_a_value_error() -> None:
+    for error_class in (EngineError, ValueError):
+        with pytest.raises(error_class, match="max_num_seqs=0"):
+            DiTConfig(max_num_seqs=0)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "values"),
+    [
+        (DiTConfig, {}),
+        (DiTCacheConfig, {}),
+        (DiTCacheTensor, {"size": 1}),
+        (StageConfig, STAGE),
+        (OmniConfig, {}),
+    ],
+)
+class TestEveryConfig:
+    def test_unknown_setting(self, config_class: Any, values: dict[str, Any]) -> None:
+        with pytest.raises(TypeError, match="max_num_seq"):
+            config_class(**values, max_num_seq=1)
+
+    def test_frozen(self, config_class: Any, values: dict[str, Any]) -> None:
+        config = config_class(**values)
+        for field in dataclasses.fields(config_class):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(config, field.name, None)
+
+    def test_hashable(self, config_class: Any, values: dict[str, Any]) -> None:
+        assert hash(config_class(**values)) == hash(config_class(**values))
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:3"])
+def test_devices(device: str) -> None:
+    assert DiTConfig(device=device).device == device
+
+
+def test_lists_become_tuples() -> None:
+    tensors = [DiTCacheTensor(1, "k")]
+    config = DiTCacheConfig(dit_cache_tensors=tensors)
+    tensors.clear()
+    assert config.dit_cache_tensors == (DiTCacheTensor(1, "k"),)
+
+
+@pytest.mark.parametrize("config_class", [DiTConfig, DiTCacheConfig, DiTCacheTensor])
+def test_every_plain_setting_has_its_line_of_help(config_class: Any) -> None:
+    for field in dataclasses.fields(config_class):
+        if field.name != "cache_config":  # has settings of its own
+            assert field.metadata["help"], field.name
