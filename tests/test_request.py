@@ -52,7 +52,6 @@ def test_prompt_is_the_text_input() -> None:
     }
 
 
-@pytest.mark.xfail(reason="the request writes its prompt into the caller's dict")
 def test_input_modalities_of_the_caller_are_left_alone() -> None:
     shared: dict[str, Any] = {}
     OmniRequest(prompt="a cat", input_modalities=shared)

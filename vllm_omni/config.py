@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from vllm_omni.errors import ConfigError
 
@@ -13,6 +13,9 @@ EngineType = Literal["ar", "diffusion"]
 Mode = Literal["embedded"]
 Policy = Literal["fcfs", "priority", "shortest"]
 DType = Literal["auto", "float32", "bfloat16"]
+T = TypeVar("T")
+
+MAX_SECONDS = 1e9  # of any time limit: more than anybody waits, and exact in a float
 
 
 def setting(default: Any, help: str) -> Any:
@@ -42,10 +45,7 @@ class DiTCacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("dit_cache_tensors", "kv_cache_groups"):
-            value = getattr(self, name)
-            if not all(isinstance(tensor, DiTCacheTensor) for tensor in value):
-                raise ConfigError(name, value, "a list of DiTCacheTensor")
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, _check_each(name, getattr(self, name), DiTCacheTensor))
         _check_whole("max_cache_size", self.max_cache_size, 1)
         _check_seconds("cache_cleanup_interval", self.cache_cleanup_interval)
         if self.reserved_size > self.max_cache_size:
@@ -91,11 +91,13 @@ class DiTConfig:
         _check_choice("policy", self.policy, get_args(Policy))
         _check_choice("dtype", self.dtype, get_args(DType))
         _check_choice("model_type", self.model_type, ("dit",))
-        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError("device", self.device, "one of auto, cpu, cuda, cuda:N")
         _check_whole("worker_processes", self.worker_processes, 0)
         for name in ("max_num_seqs", "max_num_batched_tokens", "ageing_steps", "decode_batch_size"):
             _check_whole(name, getattr(self, name), 1)
+        _check_is("load_text_encoder", self.load_text_encoder, bool)
+        _check_is("cache_config", self.cache_config, DiTCacheConfig)
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ class OmniConfig:
 
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, get_args(Mode))
+        stages = _check_each("stage_configs", self.stage_configs, StageConfig)
+        object.__setattr__(self, "stage_configs", stages)
         stage_ids = [stage.stage_id for stage in self.stage_configs]
         if len(set(stage_ids)) != len(stage_ids):
             raise ConfigError("stage_configs", stage_ids, "each stage_id may appear once")
@@ -148,5 +152,16 @@ def _check_whole(name: str, value: object, low: int) -> None:
 
 def _check_seconds(name: str, value: object) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
-        raise ConfigError(name, value, "a number of seconds above 0")
+    if not is_number or not 0 < value <= MAX_SECONDS:  # type: ignore[operator]
+        raise ConfigError(name, value, f"a number of seconds above 0, at most {MAX_SECONDS:.0f}")
+
+
+def _check_is(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(name, value, f"a {kind.__name__}")
+
+
+def _check_each(name: str, values: object, kind: type[T]) -> tuple[T, ...]:
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, kind) for v in values):
+        raise ConfigError(name, values, f"a list of {kind.__name__}")
+    return tuple(values)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import vllm_omni.errors
-from vllm_omni.errors import OmniRequestError, StageExecutionError
+from vllm_omni.errors import InvalidParameterError, OmniRequestError, StageExecutionError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,17 +31,22 @@ class RequestError(msgspec.Struct, frozen=True):
 
     type: str
     message: str
+    param: str | None = None  # the parameter at fault, if one is
 
     @classmethod
     def from_exception(cls, error: Exception) -> RequestError:
         if isinstance(error, OmniRequestError):
-            return cls(type(error).__name__, str(error))
+            return cls(type(error).__name__, str(error), getattr(error, "param", None))
         return cls(StageExecutionError.__name__, f"{type(error).__name__}: {error}")
 
     def to_exception(self) -> OmniRequestError:
-        error_class = getattr(vllm_omni.errors, self.type, StageExecutionError)
-        error: OmniRequestError = error_class.__new__(error_class)
+        error_class = getattr(vllm_omni.errors, self.type, None)
+        if not (isinstance(error_class, type) and issubclass(error_class, OmniRequestError)):
+            error_class = StageExecutionError
+        error = error_class.__new__(error_class)
         error.args = (self.message,)
+        if isinstance(error, InvalidParameterError):
+            error.param = self.param or ""
         return error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -17,6 +16,7 @@ MAX_SIDE = 8192
 MAX_STEPS = 1000
 MAX_OUTPUTS_PER_PROMPT = 128
 MAX_SEED = 2**63 - 1
+MAX_DEADLINE = 1e9
 
 _NOT_YET = ("images", "mask", "strength", "preview_every", "cache", "lora")
 
@@ -89,9 +89,10 @@ class DiffusionParams:
         _check_int("num_outputs_per_prompt", self.num_outputs_per_prompt, 1, MAX_OUTPUTS_PER_PROMPT)
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         if self.deadline is not None:
-            _check_float("deadline", self.deadline, 0.0, math.inf, "a number of seconds above 0")
+            allowed = f"a number of seconds above 0, at most {MAX_DEADLINE:.0f}"
+            _check_float("deadline", self.deadline, 0.0, MAX_DEADLINE, allowed)
             if self.deadline == 0:
-                raise InvalidParameterError("deadline", 0, "a number of seconds above 0")
+                raise InvalidParameterError("deadline", self.deadline, allowed)
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
             raise InvalidParameterError("negative_prompt", self.negative_prompt, "a string or None")
         if self.output_mode not in tuple(OutputMode):
@@ -153,7 +154,7 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 def _check_float(name: str, value: object, low: float, high: float, allowed: str) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type,operator]
+    if not is_number or not low <= value <= high:  # type: ignore[operator]  # NaN is neither
         raise InvalidParameterError(name, value, allowed)
 
 

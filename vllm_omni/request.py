@@ -39,7 +39,7 @@ class OmniRequest:
             )
         for modality in self.input_modalities:
             _check_modality(modality)
-        self.input_modalities.setdefault("text", self.prompt)
+        self.input_modalities = {"text": self.prompt, **self.input_modalities}
 
     def add_input(self, modality: str, data: Any) -> None:
         """Add, or replace, the input of one modality."""

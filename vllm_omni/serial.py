@@ -11,6 +11,7 @@ import torch
 T = TypeVar("T")
 
 _TENSOR = 1  # msgpack extension code
+_MAX_ELEMENTS = 2**40  # sides of 0 counted as 1: torch cannot lay out an empty tensor of any shape
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -53,9 +54,10 @@ def _encode_tensor(value: Any) -> msgspec.msgpack.Ext:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"a {type(value).__name__} cannot cross a process")
     tensor = value.detach().cpu().contiguous()
-    header = _header_encoder.encode(
-        TensorHeader(str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-    )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise TypeError(f"a tensor of {dtype} cannot cross a process: one of {', '.join(_DTYPES)}")
+    header = _header_encoder.encode(TensorHeader(dtype, list(tensor.shape)))
     data = tensor.flatten().view(torch.uint8).numpy().tobytes()
     return msgspec.msgpack.Ext(_TENSOR, len(header).to_bytes(4, "little") + header + data)
 
@@ -68,15 +70,15 @@ def _decode_tensor(code: int, data: memoryview) -> torch.Tensor:
     dtype = _DTYPES.get(header.dtype)
     if dtype is None:
         raise msgspec.ValidationError(f"unknown tensor dtype {header.dtype!r}")
-    if any(side < 0 for side in header.shape):
-        raise msgspec.ValidationError(f"negative side in tensor shape {header.shape}")
+    has_negative = any(side < 0 for side in header.shape)
+    if has_negative or math.prod(max(side, 1) for side in header.shape) > _MAX_ELEMENTS:
+        raise msgspec.ValidationError(f"tensor shape {header.shape} is not possible")
     num_bytes = math.prod(header.shape) * dtype.itemsize
     if len(data) - header_end != num_bytes:
         raise msgspec.ValidationError(
             f"tensor of {header.dtype} {header.shape} needs {num_bytes} bytes, "
             f"got {len(data) - header_end}"
         )
-    flat = torch.frombuffer(bytearray(data[header_end:]), dtype=torch.uint8) if num_bytes else None
-    return (
-        (torch.empty(0, dtype=torch.uint8) if flat is None else flat).view(dtype).view(header.shape)
-    )
+    if not num_bytes:
+        return torch.empty(header.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data[header_end:]), dtype=dtype).view(header.shape)

@@ -113,9 +113,6 @@ def test_single_step_goes_from_one_to_zero(
     assert stock.sigmas[0].isnan()
 
 
-@pytest.mark.xfail(
-    raises=RuntimeWarning, reason="the scheduler divides by 0 when float32 rounds the last one to 1"
-)
 @pytest.mark.parametrize("custom", [(1 - 1e-9,), (1.0, 1 - 1e-9)])
 def test_sigmas_next_to_one_are_finite(custom: tuple[float, ...]) -> None:
     assert make_sigmas(QWEN_IMAGE, len(custom), 256, custom).isfinite().all()

@@ -611,7 +611,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         max_num_seqs=st.integers(1, 4),
         max_num_batched_tokens=st.integers(20, 60),
-        ageing_steps=st.integers(1, 8),
+        ageing_steps=st.sampled_from([1, 3, 8, 50]),
         decode_delay=st.integers(0, 2),
     )
     def start(
@@ -677,13 +677,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.abort_one(data.draw(st.sampled_from(list(self.records))))
 
-    @rule(data=st.data(), seconds=st.sampled_from([0, 0, 1, 5]), abort_under_way=st.booleans())
-    def step(self, data: st.DataObject, seconds: int, abort_under_way: bool) -> None:
+    @rule(count=st.integers(1, 4), seconds=st.sampled_from([0, 0, 1, 5]))
+    def step(self, count: int, seconds: int) -> None:
         self.clock.now += seconds
+        for _ in range(count):
+            step = self.schedule()
+            self.update(step, self.model.execute_model(step))
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data())
+    def abort_while_the_step_is_under_way(self, data: st.DataObject) -> None:
         step = self.schedule()
         output = self.model.execute_model(step)
-        if abort_under_way and self.records:
-            self.abort_one(data.draw(st.sampled_from(list(self.records))))
+        self.abort_one(data.draw(st.sampled_from(list(self.records))))
         self.update(step, output)
 
     def teardown(self) -> None:

@@ -63,9 +63,9 @@ class DiTCacheManager:
         if size < 1:
             raise ValueError(f"size={size} is not allowed: at least 1 byte")
         self._drop(request_id, name)
-        reserved = next((buffer for buffer in self._free_reserved if len(buffer) >= size), None)
-        if reserved is not None:
-            self._free_reserved.remove(reserved)
+        fitting = (i for i, buffer in enumerate(self._free_reserved) if len(buffer) >= size)
+        if (index := next(fitting, None)) is not None:
+            reserved = self._free_reserved.pop(index)
             entry = _Entry(reserved[:size], 0, self._clock(), reserved)
         else:
             self._make_room(size)

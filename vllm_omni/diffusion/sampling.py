@@ -23,13 +23,11 @@ def make_sigmas(
     """
     unshifted = np.linspace(1.0, 1 / num_steps, num_steps) if sigmas is None else np.array(sigmas)
     config = dict(scheduler_config)
-    if unshifted[-1] == 1.0:
-        # A single step from pure noise has no tail to stretch to `shift_terminal`; the stock
-        # scheduler divides 0 by 0 here.
-        config["shift_terminal"] = None
-    scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
-    scheduler.set_timesteps(sigmas=unshifted, mu=_resolution_shift(config, num_image_tokens))
-    shifted: Tensor = scheduler.sigmas
+    shifted = _shift(config, unshifted, num_image_tokens)
+    if not shifted.isfinite().all():
+        # A single step from pure noise has no tail to stretch to `shift_terminal`: the stock
+        # scheduler divides 0 by 0.
+        shifted = _shift(config | {"shift_terminal": None}, unshifted, num_image_tokens)
     return shifted
 
 
@@ -49,6 +47,14 @@ def guide(cond: Tensor, uncond: Tensor, scale: Tensor) -> Tensor:
 def euler_step(latents: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """One step along the flow; all float32, sigma and sigma_next [tokens, 1]."""
     return latents + (sigma_next - sigma) * velocity
+
+
+def _shift(config: Mapping[str, Any], sigmas: np.ndarray[Any, Any], num_tokens: int) -> Tensor:
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scheduler.set_timesteps(sigmas=sigmas, mu=_resolution_shift(config, num_tokens))
+    shifted: Tensor = scheduler.sigmas
+    return shifted
 
 
 def _resolution_shift(config: Mapping[str, Any], num_image_tokens: int) -> float:
