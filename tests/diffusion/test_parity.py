@@ -168,8 +168,7 @@ def late_by_a_bit(*args: Any) -> Tensor:
 
 def rope_of_another_row(*args: Any) -> Tensor:
     transformer, plan, *rest = args
-    cos, sin = plan.image_rope
-    wrong: PackPlan = replace(plan, image_rope=(cos.flip(0), sin.flip(0)))
+    wrong: PackPlan = replace(plan, image_rope=plan.image_rope.flip(0))
     return packed_forward(transformer, wrong, *rest)
 
 

@@ -801,4 +801,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, report_multiple_bugs=False
+)

@@ -1,11 +1,18 @@
-"""Rotation with real numbers equals multiplication with complex ones."""
+"""Both ways of rotating, with complex and with real numbers, do the same."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from torch import Tensor
 
-from vllm_omni.layers.rope import apply_rope
+from vllm_omni.layers.rope import apply_rope, rotate
+
+Rotate = Callable[[Tensor, Tensor], Tensor]
+
+# The compiled forward takes the second one.
+both_ways = pytest.mark.parametrize("turn", [apply_rope, rotate])
 
 NUM_TOKENS, NUM_HEADS, HEAD_DIM = 9, 3, 16
 
@@ -21,12 +28,17 @@ def create_angles() -> Tensor:
     return torch.rand(NUM_TOKENS, HEAD_DIM // 2, generator=generator) * 20 - 10
 
 
+def cos_sin(angles: Tensor) -> Tensor:
+    return torch.stack((angles.cos(), angles.sin()), -1)
+
+
+@both_ways
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=str
 )
-def test_equals_complex_multiplication(dtype: torch.dtype, tolerance: float) -> None:
+def test_equals_complex_multiplication(turn: Rotate, dtype: torch.dtype, tolerance: float) -> None:
     x, angles = create_tokens(dtype), create_angles()
-    rotated = apply_rope(x, angles.cos(), angles.sin())
+    rotated = turn(x, cos_sin(angles))
     assert rotated.dtype == dtype
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
     turns = torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())
@@ -34,29 +46,33 @@ def test_equals_complex_multiplication(dtype: torch.dtype, tolerance: float) -> 
     torch.testing.assert_close(rotated.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_diffusers(dtype: torch.dtype) -> None:
+def test_equals_diffusers(turn: Rotate, dtype: torch.dtype) -> None:
     x, angles = create_tokens(dtype), create_angles()
     turns = torch.polar(torch.ones_like(angles), angles)
     expected = apply_rotary_emb_qwen(x.unsqueeze(0), turns, use_real=False)[0]
-    rotated = apply_rope(x, turns.real, turns.imag)
+    rotated = turn(x, torch.view_as_real(turns))
     # The last bit may differ: a fused multiply-add rounds once less.
     torch.testing.assert_close(rotated, expected)
 
 
-def test_angle_zero_changes_nothing() -> None:
+@both_ways
+def test_angle_zero_changes_nothing(turn: Rotate) -> None:
     x, zeros = create_tokens(), torch.zeros(NUM_TOKENS, HEAD_DIM // 2)
-    assert torch.equal(apply_rope(x, zeros.cos(), zeros.sin()), x)
+    assert torch.equal(turn(x, cos_sin(zeros)), x)
 
 
-def test_quarter_turn_moves_even_channels_to_odd_ones() -> None:
+@both_ways
+def test_quarter_turn_moves_even_channels_to_odd_ones(turn: Rotate) -> None:
     x = torch.zeros(1, 1, 4)
     x[0, 0] = torch.tensor([1.0, 0.0, 0.0, 2.0])
-    cos, sin = torch.zeros(1, 2), torch.ones(1, 2)
-    assert apply_rope(x, cos, sin).flatten().tolist() == [0.0, 1.0, -2.0, 0.0]
+    quarter = torch.tensor([[[0.0, 1.0]] * 2])
+    assert turn(x, quarter).flatten().tolist() == [0.0, 1.0, -2.0, 0.0]
 
 
-def test_bfloat16_is_rotated_in_float32() -> None:
+@both_ways
+def test_bfloat16_is_rotated_in_float32(turn: Rotate) -> None:
     x, angles = create_tokens(torch.bfloat16), create_angles()
-    exact = apply_rope(x.float(), angles.cos(), angles.sin())
-    assert torch.equal(apply_rope(x, angles.cos(), angles.sin()), exact.bfloat16())
+    exact = turn(x.float(), cos_sin(angles))
+    assert torch.equal(turn(x, cos_sin(angles)), exact.bfloat16())

@@ -22,9 +22,6 @@ from vllm_omni.layers.rope import apply_rope
 ImageShapes = tuple[tuple[int, int, int], ...]
 """(frames, height, width) in tokens of each picture of a row; the first is the one being drawn."""
 
-Rope = tuple[Tensor, Tensor]
-"""cos and sin, each [tokens, head_dim / 2] float32."""
-
 
 @dataclass(frozen=True)
 class RowShape:
@@ -45,8 +42,8 @@ class PackPlan:
 
     image_rows: Tensor  # [N_img] row of each image token
     text_rows: Tensor  # [N_txt] row of each text token
-    image_rope: Rope
-    text_rope: Rope
+    image_rope: Tensor  # [N_img, head_dim / 2, 2] float32, cos and sin
+    text_rope: Tensor  # [N_txt, head_dim / 2, 2]
     to_segments: Tensor  # [N] segment order, as indices into (text tokens, image tokens)
     from_segments: Tensor  # [N] its inverse
     segment_lens: list[int]
@@ -68,8 +65,8 @@ def make_plan(transformer: QwenImageTransformer2DModel, rows: Sequence[RowShape]
     return PackPlan(
         image_rows=_row_of_each_token(image_lens).to(device),
         text_rows=_row_of_each_token(text_lens).to(device),
-        image_rope=_cos_sin([image for image, _ in frequencies]),
-        text_rope=_cos_sin([text for _, text in frequencies]),
+        image_rope=torch.view_as_real(torch.cat([image for image, _ in frequencies])),
+        text_rope=torch.view_as_real(torch.cat([text for _, text in frequencies])),
         to_segments=to_segments.to(device),
         from_segments=torch.argsort(to_segments).to(device),
         segment_lens=[text + image for text, image in zip(text_lens, image_lens, strict=True)],
@@ -106,7 +103,7 @@ def packed_forward(
 
     norm_out = transformer.norm_out
     scale, shift = norm_out.linear(norm_out.silu(temb).to(image.dtype))[plan.image_rows].chunk(2, 1)
-    velocity: Tensor = transformer.proj_out(norm_out.norm(image) * (1 + scale) + shift)
+    velocity: Tensor = transformer.proj_out(_modulate(norm_out.norm(image), shift, scale))
     return velocity
 
 
@@ -114,7 +111,8 @@ def packed_block(
     block: QwenImageTransformerBlock, plan: PackPlan, image: Tensor, text: Tensor, temb: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One dual-stream block; image [N_img, D], text [N_txt, D], temb [rows, D]."""
-    image_mod = block.img_mod(temb)[plan.image_rows].chunk(6, -1)  # six times [N_img, D]
+    # Shift, scale and gate of the attention, then those of the MLP: [N_img, D] or [N_txt, D] each.
+    image_mod = block.img_mod(temb)[plan.image_rows].chunk(6, -1)
     text_mod = block.txt_mod(temb)[plan.text_rows].chunk(6, -1)
 
     image_attn, text_attn = joint_attention(
@@ -123,11 +121,11 @@ def packed_block(
         _modulate(block.img_norm1(image), *image_mod[0:2]),
         _modulate(block.txt_norm1(text), *text_mod[0:2]),
     )
-    image = image + image_mod[2] * image_attn
-    text = text + text_mod[2] * text_attn
-    image = image + image_mod[5] * block.img_mlp(_modulate(block.img_norm2(image), *image_mod[3:5]))
-    text = text + text_mod[5] * block.txt_mlp(_modulate(block.txt_norm2(text), *text_mod[3:5]))
-    return image, text
+    image = torch.addcmul(image, image_mod[2], image_attn)
+    text = torch.addcmul(text, text_mod[2], text_attn)
+    image_mlp = block.img_mlp(_modulate(block.img_norm2(image), *image_mod[3:5]))
+    text_mlp = block.txt_mlp(_modulate(block.txt_norm2(text), *text_mod[3:5]))
+    return torch.addcmul(image, image_mod[5], image_mlp), torch.addcmul(text, text_mod[5], text_mlp)
 
 
 def joint_attention(
@@ -145,12 +143,12 @@ def joint_attention(
         return torch.cat((of_text, of_image))[plan.to_segments]
 
     query = segments(
-        apply_rope(attn.norm_added_q(heads(attn.add_q_proj, text)), *plan.text_rope),
-        apply_rope(attn.norm_q(heads(attn.to_q, image)), *plan.image_rope),
+        apply_rope(attn.norm_added_q(heads(attn.add_q_proj, text)), plan.text_rope),
+        apply_rope(attn.norm_q(heads(attn.to_q, image)), plan.image_rope),
     )
     key = segments(
-        apply_rope(attn.norm_added_k(heads(attn.add_k_proj, text)), *plan.text_rope),
-        apply_rope(attn.norm_k(heads(attn.to_k, image)), *plan.image_rope),
+        apply_rope(attn.norm_added_k(heads(attn.add_k_proj, text)), plan.text_rope),
+        apply_rope(attn.norm_k(heads(attn.to_k, image)), plan.image_rope),
     )
     value = segments(heads(attn.add_v_proj, text), heads(attn.to_v, image))
     attended = segment_attention(query, key, value, plan.segment_lens)[plan.from_segments]
@@ -159,13 +157,8 @@ def joint_attention(
 
 
 def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return x * (1 + scale) + shift
+    return torch.addcmul(shift, x, 1 + scale)
 
 
 def _row_of_each_token(lens: Sequence[int]) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
-
-
-def _cos_sin(frequencies: Sequence[Tensor]) -> Rope:
-    packed = torch.cat(list(frequencies))  # [tokens, head_dim / 2] complex
-    return packed.real.contiguous(), packed.imag.contiguous()
