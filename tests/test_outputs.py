@@ -114,6 +114,7 @@ def test_final_output_carries_reason_and_error(reason: FinishReason) -> None:
     error = RequestError("StageExecutionError", "it broke")
     sent = EngineCoreOutput(request_id="a", finish_reason=reason, error=error)
     received = MessageDecoder(EngineCoreOutput).decode(encode(sent))
+    assert received.finished
     assert (received.finish_reason, received.error) == (reason, error)
 
 

@@ -70,6 +70,7 @@ class DiTConfig:
 
     model: str = setting("", "path of a checkpoint in diffusers layout")
     model_type: str = setting("dit", "kind of diffusion model")
+    stage_id: int = setting(1, "number of the stage, by which its processes call themselves")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N; auto takes a GPU if there is one")
     dtype: DType = setting("auto", "of weights and activations; auto is bfloat16 on GPUs")
     worker_processes: int = setting(
@@ -93,6 +94,7 @@ class DiTConfig:
         _check_choice("model_type", self.model_type, ("dit",))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError("device", self.device, "one of auto, cpu, cuda, cuda:N")
+        _check_whole("stage_id", self.stage_id, 0)
         _check_whole("worker_processes", self.worker_processes, 0)
         for name in ("max_num_seqs", "max_num_batched_tokens", "ageing_steps", "decode_batch_size"):
             _check_whole(name, getattr(self, name), 1)

@@ -55,7 +55,7 @@ def test_a_death_costs_only_the_requests_on_that_worker(core: DiffusionEngineCor
     core.step()
     assert [len(worker.request_tokens) for worker in executor.workers] == [2, 2]
     victim = executor.workers[0]
-    assert psutil.Process(victim.process.pid).cmdline()[0] == "vllm-omni diffusion worker 0"
+    assert psutil.Process(victim.process.pid).cmdline()[0] == "vllm-omni diffusion:1 worker 0"
     lost = set(victim.request_tokens)
     victim.process.kill()
 

@@ -109,7 +109,6 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
             process = context.Process(
                 target=run_worker,
                 args=(theirs, config, rank, config.worker_processes),
-                name=f"vllm-omni diffusion worker {rank}",
                 daemon=True,
             )
             process.start()

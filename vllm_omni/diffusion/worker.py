@@ -96,7 +96,7 @@ REMOTE_METHODS = ("sleep", "wake", "get_stats")
 
 def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers: int) -> None:
     """The main function of a worker process. Ends when the executor's end of the pipe closes."""
-    setproctitle.setproctitle(f"vllm-omni diffusion worker {rank}")
+    setproctitle.setproctitle(f"vllm-omni diffusion:{config.stage_id} worker {rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     if config.device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -40,6 +40,8 @@ class _Child:
     inputs: Any
     params: DiffusionParams
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    arrival_time: float = field(default_factory=time.monotonic)
+    finish_time: float = 0.0
     num_computed_steps: int = 0
     output: EngineCoreOutput | None = None  # the final one
     error: OmniRequestError | None = None
@@ -52,8 +54,6 @@ class _Parent:
     prompt: str
     children: list[_Child] = field(default_factory=list)
     error: OmniRequestError | None = None  # refused before it reached the engine
-    arrival_time: float = field(default_factory=time.monotonic)
-    finish_time: float = 0.0
 
 
 class Omni:
@@ -97,29 +97,18 @@ class Omni:
         A prompt that fails gives an output with `.error`; it does not touch the others.
         """
         prompts = _as_list(prompts)
-        parents = []
-        for prompt, prompt_params in zip(prompts, _one_each(params, prompts), strict=True):
-            parent = _Parent(prompt)
-            try:
-                for child_params in _fan_out(prompt_params):
-                    inputs = self.input_processor.process(prompt, child_params)
-                    parent.children.append(_Child(inputs, child_params))
-            except OmniRequestError as error:
-                parent.error = error
-            parents.append(parent)
+        parents = [
+            _make_parent(prompt, self.input_processor.process, _fan_out(prompt_params))
+            for prompt, prompt_params in zip(prompts, _one_each(params, prompts), strict=True)
+        ]
         return self._run(parents, progress)
 
     def encode(self, prompts: str | Sequence[str]) -> list[OmniOutput]:
         """The hidden states that condition the picture of each prompt."""
-        parents = []
-        for prompt in _as_list(prompts):
-            parent = _Parent(prompt)
-            try:
-                inputs = self.input_processor.process_text(prompt)
-                parent.children.append(_Child(inputs, DiffusionParams()))
-            except OmniRequestError as error:
-                parent.error = error
-            parents.append(parent)
+        process = self.input_processor.process_text
+        parents = [
+            _make_parent(prompt, process, [DiffusionParams()]) for prompt in _as_list(prompts)
+        ]
         return self._run(parents, progress=None)
 
     def close(self) -> None:
@@ -144,45 +133,53 @@ class Omni:
 
     def _run(self, parents: list[_Parent], progress: Progress | None) -> list[OmniOutput]:
         with self._lock:
-            accepted = [p for p in parents if p.error is None]
-            owners = {child.request_id: parent for parent in accepted for child in parent.children}
-            children = {child.request_id: child for p in accepted for child in p.children}
+            core = self.engine_core
+            children = {child.request_id: child for p in parents for child in p.children}
+            num_steps = sum(child.inputs.num_steps for child in children.values())
             try:
                 for child in children.values():
-                    self._add_request(child, owners[child.request_id])
-                while self.engine_core.has_requests():
-                    for output in self._step():
-                        child = children[output.request_id]
-                        _take(child, output)
-                        owners[child.request_id].finish_time = time.monotonic()
+                    _add_request(core, child)
+                while core.has_requests():
+                    news, _ = core.step()
+                    for outputs in news.values():
+                        for output in outputs.outputs:
+                            _take(children[output.request_id], output)
                     if progress is not None:
                         done = sum(child.num_computed_steps for child in children.values())
-                        progress(done, sum(child.inputs.num_steps for child in children.values()))
+                        progress(done, num_steps)
             except BaseException:
                 # Ctrl-C, say: leave nothing of this call in the engine.
-                self.engine_core.abort_requests(children)
-                self.engine_core.step()  # which tells the workers
+                core.abort_requests(children)
+                core.step()  # which tells the workers
                 raise
         return [_output(parent) for parent in parents]
 
-    def _add_request(self, child: _Child, parent: _Parent) -> None:
-        try:
-            self.engine_core.add_request(
-                DiffusionRequest(
-                    request_id=child.request_id,
-                    custom_inputs=child.inputs,
-                    priority=child.params.priority,
-                    deadline=child.params.deadline,
-                    arrival_time=parent.arrival_time,
-                )
-            )
-        except OmniRequestError as error:
-            child.error = error
 
-    def _step(self) -> Iterator[EngineCoreOutput]:
-        outputs_by_client, _ = self.engine_core.step()
-        for outputs in outputs_by_client.values():
-            yield from outputs.outputs
+def _make_parent(
+    prompt: str,
+    process: Callable[[str, DiffusionParams], Any],
+    params: Sequence[DiffusionParams],
+) -> _Parent:
+    """A prompt with one child for each of `params`, or with the error that refuses it."""
+    try:
+        return _Parent(prompt, [_Child(process(prompt, one), one) for one in params])
+    except OmniRequestError as error:
+        return _Parent(prompt, error=error)
+
+
+def _add_request(core: DiffusionEngineCore, child: _Child) -> None:
+    try:
+        core.add_request(
+            DiffusionRequest(
+                request_id=child.request_id,
+                custom_inputs=child.inputs,
+                priority=child.params.priority,
+                deadline=child.params.deadline,
+                arrival_time=child.arrival_time,
+            )
+        )
+    except OmniRequestError as error:
+        child.error = error
 
 
 def _take(child: _Child, output: EngineCoreOutput) -> None:
@@ -190,6 +187,7 @@ def _take(child: _Child, output: EngineCoreOutput) -> None:
     if not output.finished:
         return
     child.output = output
+    child.finish_time = time.monotonic()
     if output.error is not None:
         child.error = output.error.to_exception()
     elif output.finish_reason is FinishReason.ABORT:
@@ -222,7 +220,7 @@ def _output(parent: _Parent) -> OmniOutput:
     answer.metrics = RequestMetrics(
         num_steps=sum(output.output_metadata["step"] for output in done),
         queue_time=max(output.output_metadata["queue_time"] for output in done),
-        total_time=parent.finish_time - parent.arrival_time,
+        total_time=max(child.finish_time - child.arrival_time for child in parent.children),
     )
     return answer
 

@@ -50,7 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--seed", metavar="S", type=int, help="default: a random one")
     parser.add_argument("-n", metavar="N", type=int, default=1, help="pictures per prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
-    add_settings(parser, DiTConfig, leave_out=("model", "model_type", "load_text_encoder"))
+    add_settings(
+        parser, DiTConfig, leave_out=("model", "model_type", "stage_id", "load_text_encoder")
+    )
     parser.set_defaults(run=run)
 
 

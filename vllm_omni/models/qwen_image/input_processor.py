@@ -53,8 +53,8 @@ class QwenImageInputProcessor:
             output_mode=params.output_mode,
         )
 
-    def process_text(self, prompt: str) -> QwenImageCustomInputs:
-        """The inputs that give the hidden states of a prompt."""
+    def process_text(self, prompt: str, params: DiffusionParams) -> QwenImageCustomInputs:
+        """The inputs that give the hidden states of a prompt; nothing in `params` changes them."""
         return QwenImageCustomInputs(
             task=TASK_TEXT_ENCODING,
             prompt_token_ids=self.tokenize("prompt", prompt),
