@@ -76,7 +76,8 @@ def test_refusal_names_parameter_value_and_what_is_allowed(
 ) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         DiffusionParams(**{param: value})
-    assert str(caught.value) == f"{param}={value!r} is not allowed: {allowed}"
+    shown = repr(value) if len(repr(value)) <= 200 else f"{value!r:.200}…"
+    assert str(caught.value) == f"{param}={shown} is not allowed: {allowed}"
     assert caught.value.param == param
 
 
@@ -112,7 +113,7 @@ def test_refused_sigma_is_named(element: Any) -> None:
 @pytest.mark.parametrize("param", ["true_cfg_scale", "guidance_scale", "deadline", "sigmas"])
 def test_refuses_whole_numbers_that_no_float_can_hold(param: str) -> None:
     value: Any = (10**400,) if param == "sigmas" else 10**400
-    with pytest.raises(InvalidParameterError, match=f"{param}=10+ is not allowed"):
+    with pytest.raises(InvalidParameterError, match=f"{param}=10+… is not allowed"):
         DiffusionParams(**{param: value})
 
 
@@ -248,3 +249,17 @@ def test_steps_of_the_defaults_do_not_touch_given_sigmas() -> None:
         DiffusionParams(num_inference_steps=20)
     )
     assert (params.sigmas, params.num_inference_steps) == ((1.0, 0.5), 2)
+
+
+def test_steps_that_are_given_do_not_clash_with_sigmas_of_the_defaults() -> None:
+    defaults = DiffusionParams(sigmas=(1.0, 0.5))
+    params = DiffusionParams(num_inference_steps=5).with_defaults(defaults)
+    assert (params.sigmas, params.num_inference_steps) == (None, 5)
+
+
+def test_a_value_too_long_to_show_is_still_refused_by_name() -> None:
+    with pytest.raises(InvalidParameterError, match="seed=a number too long to show is not"):
+        DiffusionParams(seed=10**5000)
+    with pytest.raises(InvalidParameterError, match="negative_prompt=") as caught:
+        DiffusionParams(negative_prompt=["x" * 10_000])  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 300

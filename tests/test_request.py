@@ -94,3 +94,12 @@ def test_last_output_is_that_of_the_highest_stage() -> None:
     assert request.get_stage_output(-1) == "image"
     request.set_stage_output(1, "other image")
     assert request.get_stage_output(-1) == "other image"
+
+
+def test_an_output_that_is_not_there_yet() -> None:
+    request = OmniRequest(prompt="a cat")
+    with pytest.raises(LookupError, match="stage -1 has no output yet"):
+        request.get_stage_output(-1)
+    request.set_stage_output(0, "hidden states")
+    with pytest.raises(LookupError, match=r"stage 1 has no output yet: \[0\] do"):
+        request.get_stage_output(1)

@@ -77,6 +77,9 @@ class DiTConfig:
         0, "worker processes, one per device, requests spread over them; 0 runs in this process"
     )
     max_num_seqs: int = setting(32, "most requests in one step")
+    max_num_resident: int = setting(
+        256, "most requests that hold latents, in the step or passed over; a further one waits"
+    )
     max_num_batched_tokens: int = setting(
         32768, "most image and text tokens in one step, over all requests and guidance branches"
     )
@@ -92,11 +95,18 @@ class DiTConfig:
         _check_choice("policy", self.policy, get_args(Policy))
         _check_choice("dtype", self.dtype, get_args(DType))
         _check_choice("model_type", self.model_type, ("dit",))
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+        _check_is("device", self.device, str)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError("device", self.device, "one of auto, cpu, cuda, cuda:N")
         _check_whole("stage_id", self.stage_id, 0)
         _check_whole("worker_processes", self.worker_processes, 0)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "ageing_steps", "decode_batch_size"):
+        for name in (
+            "max_num_seqs",
+            "max_num_resident",
+            "max_num_batched_tokens",
+            "ageing_steps",
+            "decode_batch_size",
+        ):
             _check_whole(name, getattr(self, name), 1)
         _check_is("load_text_encoder", self.load_text_encoder, bool)
         _check_is("cache_config", self.cache_config, DiTCacheConfig)

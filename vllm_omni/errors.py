@@ -17,6 +17,16 @@ Every message says what was wrong, with which value, and what is allowed.
 
 from __future__ import annotations
 
+_MAX_SHOWN = 200  # characters of a value in a message
+
+
+def _show(value: object) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # a whole number too long to write down
+        return "a number too long to show"
+    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
+
 
 class OmniRequestError(Exception):
     """One request cannot be served."""
@@ -26,7 +36,7 @@ class InvalidParameterError(OmniRequestError, ValueError):
     """A request parameter has a value that is not allowed."""
 
     def __init__(self, param: str, value: object, allowed: str) -> None:
-        super().__init__(f"{param}={value!r} is not allowed: {allowed}")
+        super().__init__(f"{param}={_show(value)} is not allowed: {allowed}")
         self.param = param
 
 
@@ -50,7 +60,7 @@ class ConfigError(EngineError, ValueError):
     """A setting has a value that is not allowed."""
 
     def __init__(self, param: str, value: object, allowed: str) -> None:
-        super().__init__(f"{param}={value!r} is not allowed: {allowed}")
+        super().__init__(f"{param}={_show(value)} is not allowed: {allowed}")
         self.param = param
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -125,13 +125,10 @@ class DiffusionParams:
         return self.true_cfg_scale > 1 and self.negative_prompt is not None
 
     def with_defaults(self, defaults: DiffusionParams) -> DiffusionParams:
-        """Fill every `None` from the model's defaults."""
-        missing = {
-            field.name: getattr(defaults, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) is None and getattr(defaults, field.name) is not None
-        }
-        return replace(self, **missing)
+        """Size and number of steps from the model's defaults, where they are not given."""
+        names = ("height", "width", "num_inference_steps")
+        missing = [name for name in names if getattr(self, name) is None]
+        return replace(self, **{name: getattr(defaults, name) for name in missing})
 
 
 def _check_side(name: str, value: object) -> None:

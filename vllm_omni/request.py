@@ -56,7 +56,11 @@ class OmniRequest:
 
     def get_stage_output(self, stage_id: int) -> Any:
         """The output of a stage; -1 is the last one that has an output."""
-        return self._stage_outputs[max(self._stage_outputs) if stage_id == -1 else stage_id]
+        if stage_id == -1:
+            stage_id = max(self._stage_outputs, default=-1)
+        if stage_id not in self._stage_outputs:
+            raise LookupError(f"stage {stage_id} has no output yet: {list(self._stage_outputs)} do")
+        return self._stage_outputs[stage_id]
 
 
 def _check_modality(modality: str) -> None:

@@ -47,7 +47,10 @@ class MessageDecoder(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(message_type, ext_hook=_decode_tensor)
 
     def decode(self, data: bytes | bytearray | memoryview) -> T:
-        return self._decoder.decode(data)
+        try:
+            return self._decoder.decode(data)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise msgspec.DecodeError(str(error)) from error
 
 
 def _encode_tensor(value: Any) -> msgspec.msgpack.Ext:

@@ -17,6 +17,7 @@ import pytest
 from tests.drawing import (
     Case,
     MakeCheckpoint,
+    MakeEngineCore,
     inputs_of,
     latents_of,
     load_tokenizer,
@@ -123,7 +124,8 @@ def test_a_worker_that_cannot_start(checkpoint: MakeCheckpoint, tmp_path: Path) 
         DiffusionEngineCore(DiTConfig(model=str(broken), device="cpu"))
 
 
-def test_sleep_and_wake(core: DiffusionEngineCore) -> None:
+def test_sleep_and_wake(engine_core: MakeEngineCore) -> None:
+    core = engine_core(0)
     inputs = [inputs_of(Case("cat", 64, 64, 2, 3.0, 1), load_tokenizer(core))] * 2
     before = run_engine(core, inputs)
     for level in (1, 2):
@@ -131,9 +133,14 @@ def test_sleep_and_wake(core: DiffusionEngineCore) -> None:
         core.executor.collective_rpc("wake")
         for output, expected in zip(run_engine(core, inputs), before, strict=True):
             assert latents_of(output).equal(latents_of(expected))
+
     core.executor.collective_rpc("sleep", 2)
     [asleep, _] = run_engine(core, inputs)
+    core.executor.collective_rpc("wake")
     assert asleep.error is not None
     assert "call load() or wake() first" in asleep.error.message
-    with pytest.raises(EngineError, match="unknown method 'format_disk'"):
-        core.executor.collective_rpc("format_disk")
+
+
+def test_only_some_methods_may_be_called(engine_core: MakeEngineCore) -> None:
+    with pytest.raises(EngineError, match="unknown method '__init__': one of sleep, wake"):
+        engine_core(0).executor.collective_rpc("__init__")

@@ -1,158 +1,27 @@
 """Who steps when: order, budget, fairness, aborts and deadlines, without a model."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import get_args
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from vllm_omni.config import DiTConfig, Policy
+from tests.scheduling import (
+    FakeClock,
+    StubInputs,
+    StubModel,
+    add_requests,
+    create_request,
+    create_scheduler,
+    run_steps,
+    run_to_end,
+    take_step,
+)
+from vllm_omni.config import Policy
 from vllm_omni.diffusion.messages import (
     DiffusionModelRunnerOutput,
     DiffusionRequest,
-    DiffusionSchedulerOutput,
     RequestResult,
 )
-from vllm_omni.diffusion.scheduler import DiffusionScheduler
 from vllm_omni.errors import DeadlineExceededError, InvalidParameterError, OmniRequestError
-from vllm_omni.outputs import EngineCoreOutput, FinishReason, RequestError
-
-POLICIES: tuple[Policy, ...] = get_args(Policy)
-
-
-@dataclass(frozen=True)
-class StubInputs:
-    num_steps: int = 4
-    num_tokens: int = 10
-    output_type: str = "image"
-
-
-StubRequest = DiffusionRequest[StubInputs]
-Step = DiffusionSchedulerOutput[StubInputs]
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass
-class HeldRequest:
-    """What a worker keeps of a request."""
-
-    num_steps: int
-    num_computed_steps: int = 0
-    result_at: int | None = None  # the model's step count at which its result is there
-
-
-@dataclass
-class StubModel:
-    """Plays the workers; refuses to start a request twice or to free what it does not hold."""
-
-    decode_delay: int = 0  # steps of the model from a request's last step to its result
-    fail_at: dict[str, int] = field(default_factory=dict)  # request id -> step that fails
-    held: dict[str, HeldRequest] = field(default_factory=dict)
-    num_executed: int = 0
-
-    def execute_model(self, step: Step) -> DiffusionModelRunnerOutput:
-        self.num_executed += 1
-        for request_id in step.finished_req_ids:
-            del self.held[request_id]
-        for new_request in step.scheduled_new_reqs:
-            assert new_request.request_id not in self.held
-            self.held[new_request.request_id] = HeldRequest(new_request.custom_inputs.num_steps)
-        output = DiffusionModelRunnerOutput()
-        for request_id in step.num_scheduled_steps:
-            self._step(request_id, output)
-        for request_id, held in self.held.items():
-            if held.result_at == self.num_executed:
-                output.results[request_id] = RequestResult(torch.tensor(held.num_steps))
-        return output
-
-    def _step(self, request_id: str, output: DiffusionModelRunnerOutput) -> None:
-        held = self.held[request_id]
-        assert held.result_at is None, "a request that is being decoded must not step"
-        if self.fail_at.get(request_id) == held.num_computed_steps + 1:
-            output.errors[request_id] = RequestError("StageExecutionError", "the stub fails")
-            return
-        held.num_computed_steps = min(held.num_computed_steps + 1, held.num_steps)
-        output.num_computed_steps[request_id] = held.num_computed_steps
-        if held.num_computed_steps == held.num_steps:
-            held.result_at = self.num_executed + self.decode_delay
-
-
-def create_scheduler(
-    policy: Policy = "fcfs",
-    *,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 100,
-    ageing_steps: int = 1000,
-    clock: FakeClock | None = None,
-) -> DiffusionScheduler:
-    config = DiTConfig(
-        policy=policy,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        ageing_steps=ageing_steps,
-    )
-    return DiffusionScheduler(config, clock or FakeClock())
-
-
-def create_request(
-    request_id: str,
-    *,
-    num_steps: int = 4,
-    num_tokens: int = 10,
-    priority: int = 0,
-    client_index: int = 0,
-    deadline: float | None = None,
-) -> StubRequest:
-    return DiffusionRequest(
-        request_id=request_id,
-        custom_inputs=StubInputs(num_steps, num_tokens),
-        priority=priority,
-        client_index=client_index,
-        deadline=deadline,
-    )
-
-
-def add_requests(scheduler: DiffusionScheduler, requests: Iterable[StubRequest]) -> None:
-    for request in requests:
-        scheduler.add_request(request)
-
-
-def take_step(
-    scheduler: DiffusionScheduler, model: StubModel
-) -> tuple[list[str], list[EngineCoreOutput]]:
-    """Ids of the requests that stepped, and the news for all clients."""
-    step = scheduler.schedule()
-    news = scheduler.update_from_output(step, model.execute_model(step))
-    return list(step.num_scheduled_steps), [out for outs in news.values() for out in outs.outputs]
-
-
-def run_steps(scheduler: DiffusionScheduler, model: StubModel, num_steps: int) -> list[list[str]]:
-    """Ids of the requests in each of the next steps."""
-    return [take_step(scheduler, model)[0] for _ in range(num_steps)]
-
-
-def run_to_end(scheduler: DiffusionScheduler, model: StubModel) -> dict[str, EngineCoreOutput]:
-    """Step until nothing is left; the final output of each request."""
-    final: dict[str, EngineCoreOutput] = {}
-    while scheduler.has_requests():
-        for output in take_step(scheduler, model)[1]:
-            assert output.request_id not in final, "there is news after the final output"
-            if output.finished:
-                final[output.request_id] = output
-    assert model.held == {}
-    return final
-
+from vllm_omni.outputs import FinishReason, RequestError
 
 # --- order ---
 
@@ -423,20 +292,6 @@ def test_abort_while_the_step_is_under_way(model_result: str) -> None:
     assert run_to_end(scheduler, model) == {}
 
 
-def test_id_may_be_used_again_after_the_request_has_ended() -> None:
-    scheduler, model = create_scheduler(), StubModel()
-    scheduler.add_request(create_request("a", num_steps=4))
-    run_steps(scheduler, model, 2)
-    scheduler.finish_requests(["a"], FinishReason.ABORT)
-    scheduler.add_request(create_request("a", num_steps=3))
-    step = scheduler.schedule()
-    assert step.finished_req_ids == ["a"]
-    assert [new.request_id for new in step.scheduled_new_reqs] == ["a"]
-    news = scheduler.update_from_output(step, model.execute_model(step))
-    assert [out.finish_reason for out in news[0].outputs] == [FinishReason.ABORT, None]
-    assert run_to_end(scheduler, model)["a"].output_metadata["step"] == 3
-
-
 @pytest.mark.parametrize("max_num_seqs", [1, 2], ids=["waiting", "running"])
 def test_deadline_ends_a_request(max_num_seqs: int) -> None:
     clock = FakeClock()
@@ -530,277 +385,29 @@ def test_refuses_a_request_that_can_never_fit() -> None:
     scheduler.add_request(create_request("b", num_tokens=100))
 
 
-# --- properties ---
+def test_refuses_an_id_that_the_workers_still_hold() -> None:
+    scheduler, model = create_scheduler(), StubModel()
+    scheduler.add_request(create_request("a"))
+    take_step(scheduler, model)
+    scheduler.finish_requests(["a"], FinishReason.ABORT)
+    with pytest.raises(InvalidParameterError, match="request_id='a'"):
+        scheduler.add_request(create_request("a"))
+    take_step(scheduler, model)
+    scheduler.add_request(create_request("a"))
+    assert run_to_end(scheduler, model)["a"].finish_reason is FinishReason.STOP
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    policy=st.sampled_from(POLICIES),
-    ageing_steps=st.integers(1, 20),
-    num_steps=st.integers(1, 8),
-    older_steps=st.lists(st.integers(1, 8), max_size=3),
-    newcomer_tokens=st.lists(st.integers(1, 100), min_size=1, max_size=5),
-)
-def test_nothing_starves_under_a_stream_of_better_requests(
-    policy: Policy,
-    ageing_steps: int,
-    num_steps: int,
-    older_steps: list[int],
-    newcomer_tokens: list[int],
-) -> None:
-    """Only those that came before it, each once, and the ageing itself can hold a request up."""
-    scheduler, model = create_scheduler(policy, ageing_steps=ageing_steps), StubModel()
-    for index, steps in enumerate(older_steps):
-        scheduler.add_request(create_request(f"older{index}", num_steps=steps, num_tokens=100))
-    scheduler.add_request(create_request("old", num_steps=num_steps, num_tokens=100, priority=9))
-    for step in range(ageing_steps + sum(older_steps) + num_steps):
-        num_tokens = newcomer_tokens[step % len(newcomer_tokens)]
-        scheduler.add_request(
-            create_request(f"new{step}", num_steps=1, num_tokens=num_tokens, priority=-1)
-        )
-        take_step(scheduler, model)
-    assert "old" not in scheduler.requests
+# --- how many hold latents ---
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    priorities=st.lists(st.integers(-2, 2), min_size=1, max_size=12),
-    max_num_seqs=st.integers(1, 4),
-)
-def test_priority_order_holds(priorities: list[int], max_num_seqs: int) -> None:
-    scheduler, model = create_scheduler("priority", max_num_seqs=max_num_seqs), StubModel()
-    requests = [
-        create_request(str(index), num_steps=1, num_tokens=1, priority=priority)
-        for index, priority in enumerate(priorities)
-    ]
-    add_requests(scheduler, requests)
+def test_a_new_request_waits_while_too_many_hold_latents() -> None:
+    """Each newcomer is more urgent than all before, yet two at most are started at any time."""
+    scheduler = create_scheduler("priority", max_num_seqs=1, max_num_resident=2)
+    model = StubModel()
     stepped = []
-    while scheduler.requests:
-        stepped += take_step(scheduler, model)[0]
-    by_priority = sorted(requests, key=lambda request: request.priority)  # stable
-    assert stepped == [request.request_id for request in by_priority]
-
-
-@dataclass(eq=False)
-class Record:
-    """What the properties know of a request, kept apart from the scheduler."""
-
-    request: StubRequest
-    index: int
-    expires_at: float
-    num_older_steps: int  # that requests which came before it could take in all
-    is_started: bool = False
-    num_computed_steps: int = 0
-    num_passed_over: int = 0
-    expected_end: FinishReason | None = None
-    ends: list[FinishReason] = field(default_factory=list)  # as the client is told
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def num_tokens(self) -> int:
-        return self.request.custom_inputs.num_tokens
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts, failures and deadlines; every step is checked."""
-
-    @initialize(
-        policy=st.sampled_from(POLICIES),
-        max_num_seqs=st.integers(1, 4),
-        max_num_batched_tokens=st.integers(20, 60),
-        ageing_steps=st.sampled_from([1, 3, 8, 50]),
-        decode_delay=st.integers(0, 2),
-    )
-    def start(
-        self,
-        policy: Policy,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        ageing_steps: int,
-        decode_delay: int,
-    ) -> None:
-        self.clock = FakeClock()
-        self.scheduler = create_scheduler(
-            policy,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            ageing_steps=ageing_steps,
-            clock=self.clock,
-        )
-        self.config = self.scheduler.config
-        self.model = StubModel(decode_delay)
-        self.records: dict[str, Record] = {}
-        self.freed: list[str] = []
-
-    @rule(
-        num_steps=st.integers(0, 5),
-        num_tokens=st.integers(1, 20),
-        priority=st.integers(-1, 1),
-        client_index=st.integers(0, 2),
-        fails_at=st.none() | st.integers(1, 5),
-        deadline=st.none() | st.integers(1, 20),
-    )
-    def add(
-        self,
-        num_steps: int,
-        num_tokens: int,
-        priority: int,
-        client_index: int,
-        fails_at: int | None,
-        deadline: int | None,
-    ) -> None:
-        index = len(self.records)
-        request = create_request(
-            str(index),
-            num_steps=num_steps,
-            num_tokens=num_tokens,
-            priority=priority,
-            client_index=client_index,
-            deadline=deadline,
-        )
-        if fails_at is not None:
-            self.model.fail_at[request.request_id] = fails_at
-        older = [record for record in self.records.values() if record.expected_end is None]
-        self.scheduler.add_request(request)
-        self.records[request.request_id] = Record(
-            request=request,
-            index=index,
-            expires_at=float("inf") if deadline is None else self.clock.now + deadline,
-            num_older_steps=sum(max(1, r.request.custom_inputs.num_steps) for r in older),
-        )
-
-    @precondition(lambda self: self.records)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.abort_one(data.draw(st.sampled_from(list(self.records))))
-
-    @rule(count=st.integers(1, 4), seconds=st.sampled_from([0, 0, 1, 5]))
-    def step(self, count: int, seconds: int) -> None:
-        self.clock.now += seconds
-        for _ in range(count):
-            step = self.schedule()
-            self.update(step, self.model.execute_model(step))
-
-    @precondition(lambda self: self.records)
-    @rule(data=st.data())
-    def abort_while_the_step_is_under_way(self, data: st.DataObject) -> None:
-        step = self.schedule()
-        output = self.model.execute_model(step)
-        self.abort_one(data.draw(st.sampled_from(list(self.records))))
-        self.update(step, output)
-
-    def teardown(self) -> None:
-        """Whatever has happened: all work ends, each request once and as it should."""
-        if not hasattr(self, "records"):
-            return
-        # Even one after the other: five steps each, then the decode, then the workers are told.
-        for _ in range(len(self.records) * (6 + self.model.decode_delay) + 1):
-            if self.scheduler.has_requests():
-                step = self.schedule()
-                self.update(step, self.model.execute_model(step))
-        assert not self.scheduler.has_requests()
-        for record in self.records.values():
-            assert record.ends == [record.expected_end]
-        assert sorted(self.freed) == sorted(r.request_id for r in self.started())
-        assert self.model.held == {}
-
-    def abort_one(self, request_id: str) -> None:
-        self.scheduler.finish_requests([request_id], FinishReason.ABORT)
-        record = self.records[request_id]
-        record.expected_end = record.expected_end or FinishReason.ABORT
-
-    def schedule(self) -> Step:
-        for record in self.records.values():
-            if record.expected_end is None and record.expires_at <= self.clock.now:
-                record.expected_end = FinishReason.ERROR
-        step = self.scheduler.schedule()
-        self.freed += step.finished_req_ids
-        self.check_limits(step)
-        self.check_order(step)
-        for new_request in step.scheduled_new_reqs:
-            record = self.records[new_request.request_id]
-            assert not record.is_started
-            record.is_started = True
-        assert all(self.records[id].is_started for id in step.num_scheduled_steps)
-        return step
-
-    def update(self, step: Step, output: DiffusionModelRunnerOutput) -> None:
-        for request_id, num_computed_steps in output.num_computed_steps.items():
-            record = self.records[request_id]
-            assert num_computed_steps >= record.num_computed_steps
-            record.num_computed_steps = num_computed_steps
-        for ended, reason in (
-            (output.errors, FinishReason.ERROR),
-            (output.results, FinishReason.STOP),
-        ):
-            for request_id in ended:
-                record = self.records[request_id]
-                record.expected_end = record.expected_end or reason
-        for client_index, news in self.scheduler.update_from_output(step, output).items():
-            for out in news.outputs:
-                record = self.records[out.request_id]
-                assert record.request.client_index == client_index
-                assert record.ends == [], "there is news after the final output"
-                if out.finish_reason is not None:
-                    record.ends.append(out.finish_reason)
-                else:
-                    assert out.output_metadata["step"] == record.num_computed_steps
-
-    def check_limits(self, step: Step) -> None:
-        num_tokens = sum(self.records[id].num_tokens for id in step.num_scheduled_steps)
-        assert num_tokens == step.total_num_scheduled_tokens
-        assert num_tokens <= self.config.max_num_batched_tokens
-        assert len(step.num_scheduled_steps) <= self.config.max_num_seqs
-        assert set(step.num_scheduled_steps) <= {record.request_id for record in self.runnable()}
-        assert step.num_scheduled_steps or not self.runnable()
-
-    def check_order(self, step: Step) -> None:
-        """Who did not step had no room behind those that go before it, and not for too long."""
-        num_seqs = num_tokens = 0
-        for record in sorted(self.runnable(), key=self.order):
-            has_room = (
-                num_seqs < self.config.max_num_seqs
-                and num_tokens + record.num_tokens <= self.config.max_num_batched_tokens
-            )
-            assert (record.request_id in step.num_scheduled_steps) == has_room
-            if has_room:
-                num_seqs += 1
-                num_tokens += record.num_tokens
-            else:
-                record.num_passed_over += 1
-                assert record.num_passed_over <= self.config.ageing_steps + record.num_older_steps
-
-    def order(self, record: Record) -> tuple[bool, int, int]:
-        remaining_steps = record.request.custom_inputs.num_steps - record.num_computed_steps
-        rank = {
-            "fcfs": 0,
-            "priority": record.request.priority,
-            "shortest": record.num_tokens * max(1, remaining_steps),
-        }[self.config.policy]
-        if self.config.policy == "fcfs" or record.num_passed_over < self.config.ageing_steps:
-            return True, rank, record.index
-        return False, 0, record.index  # overdue
-
-    def runnable(self) -> list[Record]:
-        """Requests that have not ended and have steps to take."""
-        return [
-            record
-            for record in self.records.values()
-            if record.expected_end is None
-            and (
-                record.request_id not in self.model.held
-                or self.model.held[record.request_id].result_at is None
-            )
-        ]
-
-    def started(self) -> list[Record]:
-        return [record for record in self.records.values() if record.is_started]
-
-
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, report_multiple_bugs=False
-)
+    for index in range(5):
+        scheduler.add_request(create_request(str(index), num_steps=3, priority=-index))
+        stepped += run_steps(scheduler, model, 1)
+        assert scheduler.get_request_counts()[0] <= 2
+    assert stepped == [["0"], ["1"], ["1"], ["1"], ["4"]]
+    assert set(run_to_end(scheduler, model)) == {"0", "2", "3", "4"}

@@ -57,7 +57,7 @@ class UniProcDiffusionExecutor(DiffusionExecutor):
         return self.worker.execute_model(scheduler_output)
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(self.worker, method)(*args)]
+        return [self.worker.call(method, args)]
 
     def shutdown(self) -> None:
         self.worker.pipeline_manager.unload()

@@ -76,7 +76,7 @@ class DiffusionScheduler:
     # --- requests come and go ---
 
     def add_request(self, request: DiffusionRequest[Any]) -> None:
-        if request.request_id in self.requests:
+        if request.request_id in self.requests or request.request_id in self._finished_req_ids:
             raise InvalidParameterError(
                 "request_id", request.request_id, "a request of that id is being worked on"
             )
@@ -136,17 +136,22 @@ class DiffusionScheduler:
 
         budget = self.config.max_num_batched_tokens
         candidates = [r for r in self.requests.values() if r.status is not RequestStatus.DECODING]
-        # The first of the order always fits, so it always steps; whoever does not fit behind it
-        # is passed over, which holds up nobody, until it is old enough to be first itself.
+        num_resident, _ = self.get_request_counts()
+        # The first of the order fits, so it steps; whoever does not fit behind it is passed over,
+        # which holds up nobody, until it is old enough to be first itself. (Only a new first may
+        # have to wait, for one of those that hold latents to end.)
         for request in sorted(candidates, key=self._order):
+            is_new = request.status is RequestStatus.WAITING
             if (
                 len(output.num_scheduled_steps) == self.config.max_num_seqs
                 or request.num_tokens > budget
+                or (is_new and num_resident == self.config.max_num_resident)
             ):
                 request.num_passed_over += 1
                 continue
             budget -= request.num_tokens
-            if request.status is RequestStatus.WAITING:
+            if is_new:
+                num_resident += 1
                 request.status = RequestStatus.RUNNING
                 request.start_time = self.clock()
                 output.scheduled_new_reqs.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Generic
 
@@ -21,11 +22,15 @@ from vllm_omni.diffusion.messages import (
 )
 from vllm_omni.diffusion.model_runner import DiffusionModelRunner
 from vllm_omni.diffusion.pipeline_manager import PipelineManager
+from vllm_omni.errors import EngineError
 from vllm_omni.models.interface import RunnerAdapter
 from vllm_omni.models.registry import get_model_spec, load_class
 from vllm_omni.serial import MessageDecoder, encode
 
 logger = logging.getLogger(__name__)
+
+
+REMOTE_METHODS = ("sleep", "wake", "get_stats")
 
 
 class DiffusionWorker:
@@ -52,6 +57,12 @@ class DiffusionWorker:
         self, scheduler_output: DiffusionSchedulerOutput[Any]
     ) -> DiffusionModelRunnerOutput:
         return self.model_runner.execute_model(scheduler_output)
+
+    def call(self, method: str, args: Sequence[Any]) -> Any:
+        """A method by name, if it is one that may be called from outside."""
+        if method not in REMOTE_METHODS:
+            raise EngineError(f"unknown method {method!r}: one of {', '.join(REMOTE_METHODS)}")
+        return getattr(self, method)(*args)
 
     def sleep(self, level: int = 1) -> None:
         self.pipeline_manager.sleep(level)
@@ -91,9 +102,6 @@ class WorkerReply(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
-REMOTE_METHODS = ("sleep", "wake", "get_stats")
-
-
 def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers: int) -> None:
     """The main function of a worker process. Ends when the executor's end of the pipe closes."""
     setproctitle.setproctitle(f"vllm-omni diffusion:{config.stage_id} worker {rank}")
@@ -118,10 +126,8 @@ def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers
         try:
             if call.scheduler_output is not None:
                 reply = WorkerReply(model_output=worker.execute_model(call.scheduler_output))
-            elif call.method in REMOTE_METHODS:
-                reply = WorkerReply(result=getattr(worker, call.method)(*call.args))
             else:
-                reply = WorkerReply(error=f"unknown method {call.method!r}")
+                reply = WorkerReply(result=worker.call(call.method, call.args))
         except Exception as error:
             logger.exception("worker %d: %s failed", rank, call.method)
             reply = WorkerReply(error=f"{type(error).__name__}: {error}")

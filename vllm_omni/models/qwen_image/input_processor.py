@@ -77,7 +77,9 @@ class QwenImageInputProcessor:
 def _default_params(model: Path) -> DiffusionParams:
     path = model / "generation_config.json"
     own = read_json(model, path.name) if path.is_file() else {}
+    if unknown := set(own) - set(STOCK_DEFAULTS):
+        raise ModelLoadError(f"{path} has {unknown}: only {', '.join(STOCK_DEFAULTS)} are allowed")
     try:
-        return DiffusionParams(**{**STOCK_DEFAULTS, **own})
-    except (TypeError, InvalidParameterError) as error:
+        return DiffusionParams(**(STOCK_DEFAULTS | own))
+    except InvalidParameterError as error:
         raise ModelLoadError(f"{path}: {error}") from error
