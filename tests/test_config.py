@@ -179,13 +179,13 @@ def test_devices(device: str) -> None:
 
 
 def test_lists_become_tuples() -> None:
-    tensors = [DiTCacheTensor(1, "k")]
+    tensors = [DiTCacheTensor(1)]
     config = DiTCacheConfig(dit_cache_tensors=tensors)
     tensors.clear()
-    assert config.dit_cache_tensors == (DiTCacheTensor(1, "k"),)
+    assert config.dit_cache_tensors == (DiTCacheTensor(1),)
 
 
-@pytest.mark.parametrize("config_class", [DiTConfig, DiTCacheConfig, DiTCacheTensor])
+@pytest.mark.parametrize("config_class", [DiTConfig, DiTCacheConfig])
 def test_every_plain_setting_has_its_line_of_help(config_class: Any) -> None:
     for field in dataclasses.fields(config_class):
         if field.name != "cache_config":  # has settings of its own

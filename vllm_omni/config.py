@@ -27,8 +27,7 @@ def setting(default: Any, help: str) -> Any:
 class DiTCacheTensor:
     """A buffer that the cache manager reserves at start and lends to requests."""
 
-    size: int = setting(0, "bytes")
-    name: str = setting("", "what the buffer is for, shown in statistics")
+    size: int  # bytes
 
     def __post_init__(self) -> None:
         _check_whole("DiTCacheTensor.size", self.size, 1)
@@ -139,12 +138,17 @@ class OmniConfig:
     """The whole system."""
 
     model: str = setting("demo", "demo, or path of a checkpoint in diffusers layout")
-    mode: Mode = setting("embedded", "where stages run")
+    mode: Mode = setting("embedded", "where stages run: embedded is in the caller's process")
+    seed: int | None = setting(
+        None, "requests without a seed draw theirs from this one, so that a run can be repeated"
+    )
     vllm_config: Any = None
     stage_configs: Sequence[StageConfig] = ()
 
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, get_args(Mode))
+        if self.seed is not None:
+            _check_whole("seed", self.seed, 0)
         stages = _check_each("stage_configs", self.stage_configs, StageConfig)
         object.__setattr__(self, "stage_configs", stages)
         stage_ids = [stage.stage_id for stage in self.stage_configs]

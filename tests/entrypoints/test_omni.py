@@ -78,6 +78,15 @@ def test_a_seed_is_drawn_and_reported(omni: Omni) -> None:
     assert (again.latents - outs[1].latents).abs().max() <= 1e-5
 
 
+def test_a_run_with_a_seed_of_its_own_can_be_repeated(checkpoint: MakeCheckpoint) -> None:
+    params = replace(LATENTS, seed=None, num_inference_steps=1)
+    runs = []
+    for _ in range(2):
+        with Omni(model=str(checkpoint(0)), device="cpu", mode="embedded", seed=5) as omni:
+            runs.append([out.seeds for out in omni.generate(["a", "b"], params)])
+    assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
+
+
 def test_defaults_come_from_the_checkpoint(omni: Omni) -> None:
     [out] = omni.generate("a cat", DiffusionParams(output_mode=OutputMode.LATENTS))
     assert out.latents is not None and out.latents.shape == (1, 256, 64)  # 256 x 256 pixels
@@ -176,6 +185,8 @@ def test_wrong_use_says_what_is_wrong(checkpoint: MakeCheckpoint, tmp_path: Path
         Omni(model=str(tmp_path))
     with pytest.raises(ConfigError, match="policy='random' is not allowed: one of fcfs"):
         Omni(model=str(checkpoint(0)), policy="random")
+    with pytest.raises(ConfigError, match="mode='cloud' is not allowed: one of embedded"):
+        Omni(model=str(checkpoint(0)), mode="cloud")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="colour"):
         Omni(model=str(checkpoint(0)), colour="red")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 import threading
 import time
 import uuid
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vllm_omni.config import DiTConfig
+from vllm_omni.config import DiTConfig, Mode, OmniConfig
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
 from vllm_omni.diffusion.messages import DiffusionRequest
 from vllm_omni.errors import (
@@ -66,11 +66,22 @@ class Omni:
 
     Args:
         model: "demo" or the path of a checkpoint in diffusers layout.
+        mode: "embedded": all stages run in this process.
+        seed: requests without a seed draw theirs from this one, so that a run can be repeated.
         settings: fields of `DiTConfig`, such as `device`, `dtype` or `worker_processes`.
     """
 
-    def __init__(self, model: str = "demo", **settings: Any) -> None:
-        path = find_model(str(model))
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        mode: Mode = "embedded",
+        seed: int | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = OmniConfig(model=str(model), mode=mode, seed=seed)
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+        path = find_model(self.config.model)
         config = DiTConfig(model=str(path), **settings)
         self.input_processor = load_class(get_model_spec(path).input_processor)(path)
         self._engine_core: DiffusionEngineCore | None = DiffusionEngineCore(config)
@@ -98,7 +109,7 @@ class Omni:
         """
         prompts = _as_list(prompts)
         parents = [
-            _make_parent(prompt, self.input_processor.process, _fan_out(prompt_params))
+            _make_parent(prompt, self.input_processor.process, self._fan_out(prompt_params))
             for prompt, prompt_params in zip(prompts, _one_each(params, prompts), strict=True)
         ]
         return self._run(parents, progress)
@@ -129,7 +140,13 @@ class Omni:
     ) -> None:
         self.close()
 
-    # --- the loop ---
+    def _fan_out(self, params: DiffusionParams) -> list[DiffusionParams]:
+        """The parameters of each output of a prompt: output i is drawn with seed + i."""
+        seed = self._seeds.randrange(2**32) if params.seed is None else params.seed
+        return [
+            replace(params, seed=(seed + index) % (MAX_SEED + 1), num_outputs_per_prompt=1)
+            for index in range(params.num_outputs_per_prompt)
+        ]
 
     def _run(self, parents: list[_Parent], progress: Progress | None) -> list[OmniOutput]:
         with self._lock:
@@ -253,12 +270,3 @@ def _one_each(
             "params", f"{len(params)} of them", f"one, or one for each of {len(prompts)} prompts"
         )
     return params
-
-
-def _fan_out(params: DiffusionParams) -> list[DiffusionParams]:
-    """The parameters of each output of a prompt: output i is drawn with seed + i."""
-    seed = secrets.randbelow(2**32) if params.seed is None else params.seed
-    return [
-        replace(params, seed=(seed + index) % (MAX_SEED + 1), num_outputs_per_prompt=1)
-        for index in range(params.num_outputs_per_prompt)
-    ]
