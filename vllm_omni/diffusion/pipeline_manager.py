@@ -36,10 +36,19 @@ class PipelineManager:
         ]
         self._components: dict[str, Any] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        """`transformer`, `vae` and so on, once loaded."""
-        if name.startswith("_") or name not in self.spec.components:
-            raise AttributeError(name)
+    @property
+    def transformer(self) -> Any:
+        return self._component("transformer")
+
+    @property
+    def vae(self) -> Any:
+        return self._component("vae")
+
+    @property
+    def text_encoder(self) -> Any:
+        return self._component("text_encoder")
+
+    def _component(self, name: str) -> Any:
         if name not in self._components:
             raise EngineError(f"the {name} is not loaded: call load() or wake() first")
         return self._components[name]
