@@ -20,6 +20,10 @@ else:
     Tensor = Any
 
 
+# What a tensor in a message may be, by the name of its torch dtype.
+TENSOR_DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     ABORT = "abort"

@@ -8,22 +8,13 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import torch
 
+from vllm_omni.outputs import TENSOR_DTYPES
+
 T = TypeVar("T")
 
 _TENSOR = 1  # msgpack extension code
 _MAX_ELEMENTS = 2**40  # sides of 0 counted as 1: torch cannot lay out an empty tensor of any shape
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in TENSOR_DTYPES}
 
 
 class TensorHeader(msgspec.Struct, array_like=True):

@@ -22,6 +22,7 @@ from vllm_omni.config import DiTCacheConfig, DiTConfig
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
 from vllm_omni.diffusion.executor import UniProcDiffusionExecutor
 from vllm_omni.diffusion.messages import DiffusionRequest, RequestResult
+from vllm_omni.errors import InvalidParameterError
 from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter, QwenImageState
 from vllm_omni.models.qwen_image.inputs import QwenImageCustomInputs
 from vllm_omni.outputs import EngineCoreOutput, FinishReason
@@ -54,6 +55,14 @@ def test_a_request_that_cannot_be_prepared(engine_core: MakeEngineCore) -> None:
     assert output.error is not None
     assert output.error.type == "InvalidParameterError"
     assert "prompt_embeds=[7, 99] is not allowed: [N, 128]" in output.error.message
+
+
+def test_tensors_that_cannot_travel_are_refused_at_once(engine_core: MakeEngineCore) -> None:
+    core = engine_core(0)
+    inputs = inputs_of(GOOD, load_tokenizer(core), prompt_embeds=torch.zeros(7, 128).double())
+    with pytest.raises(InvalidParameterError, match=r"prompt_embeds=torch.float64 is not allowed"):
+        core.add_request(DiffusionRequest(request_id="a", custom_inputs=inputs))
+    assert not core.has_requests()
 
 
 def test_latents_that_are_not_numbers(engine_core: MakeEngineCore) -> None:

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -14,7 +15,7 @@ from typing import Any
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.messages import DiffusionModelRunnerOutput, DiffusionSchedulerOutput
 from vllm_omni.diffusion.worker import WorkerCall, WorkerReply, make_worker, run_worker
-from vllm_omni.errors import EngineDeadError, EngineError, ModelLoadError
+from vllm_omni.errors import EngineDeadError, EngineError, ModelLoadError, StageExecutionError
 from vllm_omni.outputs import RequestError
 from vllm_omni.serial import MessageDecoder, encode
 
@@ -125,15 +126,17 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
         calls = self._split(scheduler_output)
         for worker, step in calls.items():
             worker.send(WorkerCall(method="execute_model", scheduler_output=step))
-        for worker in calls:
+        for worker, step in calls.items():
             try:
                 reply = worker.receive()
             except EngineDeadError as error:
                 self._bury(worker, error, output)
                 continue
-            if reply.model_output is None:
-                raise EngineError(f"diffusion worker {worker.rank} failed a step: {reply.error}")
-            output.merge(reply.model_output)
+            if reply.model_output is not None:
+                output.merge(reply.model_output)
+            else:
+                failure = StageExecutionError(f"worker {worker.rank}: {reply.error}")
+                _fail(step.num_scheduled_steps, failure, output)
         return output
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
@@ -193,8 +196,12 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
         logger.error("%s", error)
         self.workers.remove(worker)
         worker.connection.close()
-        for request_id in worker.request_tokens:
-            output.errors[request_id] = RequestError.from_exception(error)
+        _fail(worker.request_tokens, error, output)
+
+
+def _fail(request_ids: Iterable[str], error: Exception, output: DiffusionModelRunnerOutput) -> None:
+    for request_id in request_ids:
+        output.errors[request_id] = RequestError.from_exception(error)
 
 
 def _stop_workers(workers: list[WorkerHandle]) -> None:

@@ -110,7 +110,14 @@ def select_device(device: str, rank: int = 0) -> torch.device:
         device = "cuda" if has_cuda else "cpu"
     if device.startswith("cuda") and not has_cuda:
         raise EngineError(f"device={device!r} is not there: torch sees no CUDA device")
-    return torch.device("cuda", rank) if device == "cuda" else torch.device(device)
+    if device != "cuda":
+        return torch.device(device)
+    if rank >= torch.cuda.device_count():
+        raise EngineError(
+            f"worker {rank} has no GPU: there are {torch.cuda.device_count()}, so "
+            f"worker_processes may be at most that"
+        )
+    return torch.device("cuda", rank)
 
 
 def select_dtype(dtype: str, device: torch.device) -> torch.dtype:

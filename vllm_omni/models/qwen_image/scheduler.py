@@ -7,6 +7,7 @@ from vllm_omni.diffusion.scheduler import DiffusionScheduler
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.models.qwen_image.inputs import TASK_IMAGE_GENERATION, QwenImageCustomInputs
 from vllm_omni.models.qwen_image.prompt import MAX_PROMPT_TOKENS
+from vllm_omni.outputs import TENSOR_DTYPES
 
 
 class QwenImageScheduler(DiffusionScheduler):
@@ -30,4 +31,8 @@ class QwenImageScheduler(DiffusionScheduler):
                 f"{inputs.num_text_tokens} tokens",
                 f"from 1 to {MAX_PROMPT_TOKENS} tokens in each guidance branch",
             )
+        for name in ("prompt_embeds", "negative_prompt_embeds", "latents", "mask"):
+            tensor = getattr(inputs, name)
+            if tensor is not None and str(tensor.dtype).removeprefix("torch.") not in TENSOR_DTYPES:
+                raise InvalidParameterError(name, tensor.dtype, f"one of {TENSOR_DTYPES}")
         super().add_request(request)
