@@ -1,0 +1,1 @@
+"""The thin layer over vLLM: an engine for text and hidden states."""
