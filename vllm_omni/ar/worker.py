@@ -21,6 +21,8 @@ from torch import Tensor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_omni.errors import EngineError
+
 EXTRA_ARG = "hidden_states"  # key in `SamplingParams.extra_args`
 
 
@@ -84,14 +86,18 @@ class HiddenStatesMixin:
 
 
 class HiddenStatesCPUModelRunner(HiddenStatesMixin, CPUModelRunner):
-    pass
+    """vLLM's own, with rows taken on the way."""
 
 
 class HiddenStatesCPUWorker(CPUWorker):
+    """vLLM's own, with a model runner that returns hidden states."""
+
     def init_device(self) -> None:
         super().init_device()
         if self.use_v2_model_runner:
-            raise NotImplementedError("hidden states need vLLM's V1 model runner")
+            raise EngineError(
+                "hidden states need vLLM's V1 model runner: VLLM_USE_V2_MODEL_RUNNER=0"
+            )
         # There is no hook for the model runner; a second one is cheap before weights are loaded.
         self.model_runner = HiddenStatesCPUModelRunner(self.vllm_config, self.device)
 
