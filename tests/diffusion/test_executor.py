@@ -80,6 +80,20 @@ def test_a_death_costs_only_the_requests_on_that_worker(core: DiffusionEngineCor
         run_engine(core, inputs[:1])
 
 
+def test_a_call_that_meets_a_dead_worker_leaves_no_reply_behind(
+    core: DiffusionEngineCore,
+) -> None:
+    executor = workers_of(core)
+    inputs = inputs_of(Case("cat", 64, 64, 2, None, 1), load_tokenizer(core))
+    [expected] = run_engine(core, [inputs])
+    executor.workers[0].process.kill()
+    with pytest.raises(EngineDeadError, match="diffusion worker 0 ended with exit code -9"):
+        executor.collective_rpc("get_stats")
+    outputs = run_engine(core, [inputs, inputs])
+    assert [output.error is None for output in outputs] == [False, True]
+    assert latents_of(outputs[1]).equal(latents_of(expected))
+
+
 def test_workers_end_with_the_engine(core: DiffusionEngineCore) -> None:
     processes = [worker.process for worker in workers_of(core).workers]
     core.shutdown()

@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -124,29 +124,32 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
     ) -> DiffusionModelRunnerOutput:
         output = DiffusionModelRunnerOutput()
         calls = self._split(scheduler_output)
-        for worker, step in calls.items():
-            worker.send(WorkerCall(method="execute_model", scheduler_output=step))
-        for worker, step in calls.items():
-            try:
-                reply = worker.receive()
-            except EngineDeadError as error:
-                self._bury(worker, error, output)
-                continue
-            if reply.model_output is not None:
+        replies = _exchange(
+            {
+                worker: WorkerCall(method="execute_model", scheduler_output=step)
+                for worker, step in calls.items()
+            }
+        )
+        for worker, reply in replies.items():
+            if isinstance(reply, EngineDeadError):
+                self._bury(worker, reply, output)
+            elif reply.model_output is not None:
                 output.merge(reply.model_output)
             else:
                 failure = StageExecutionError(f"worker {worker.rank}: {reply.error}")
-                _fail(step.num_scheduled_steps, failure, output)
+                _fail(calls[worker].num_scheduled_steps, failure, output)
         return output
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        for worker in self.workers:
-            worker.send(WorkerCall(method=method, args=list(args)))
-        replies = [worker.receive() for worker in self.workers]
-        for worker, reply in zip(self.workers, replies, strict=True):
+        call: WorkerCall[Any] = WorkerCall(method=method, args=list(args))
+        results = []
+        for worker, reply in _exchange(dict.fromkeys(self.workers, call)).items():
+            if isinstance(reply, EngineDeadError):
+                raise reply
             if reply.error is not None:
                 raise EngineError(f"{method} failed in worker {worker.rank}: {reply.error}")
-        return [reply.result for reply in replies]
+            results.append(reply.result)
+        return results
 
     def shutdown(self) -> None:
         self._finalizer()
@@ -197,6 +200,21 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
         self.workers.remove(worker)
         worker.connection.close()
         _fail(worker.request_tokens, error, output)
+
+
+def _exchange(
+    calls: Mapping[WorkerHandle, WorkerCall[Any]],
+) -> dict[WorkerHandle, WorkerReply | EngineDeadError]:
+    """Call all workers, and read every reply whatever the others say: none is left in a pipe."""
+    for worker, call in calls.items():
+        worker.send(call)
+    replies: dict[WorkerHandle, WorkerReply | EngineDeadError] = {}
+    for worker in calls:
+        try:
+            replies[worker] = worker.receive()
+        except EngineDeadError as error:
+            replies[worker] = error
+    return replies
 
 
 def _fail(request_ids: Iterable[str], error: Exception, output: DiffusionModelRunnerOutput) -> None:
