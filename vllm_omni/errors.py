@@ -28,16 +28,20 @@ def _show(value: object) -> str:
     return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
 
 
-class OmniRequestError(Exception):
-    """One request cannot be served."""
-
-
-class InvalidParameterError(OmniRequestError, ValueError):
-    """A request parameter has a value that is not allowed."""
+class _NotAllowedError(ValueError):
+    """What a refused parameter and a refused setting have in common."""
 
     def __init__(self, param: str, value: object, allowed: str) -> None:
         super().__init__(f"{param}={_show(value)} is not allowed: {allowed}")
         self.param = param
+
+
+class OmniRequestError(Exception):
+    """One request cannot be served."""
+
+
+class InvalidParameterError(OmniRequestError, _NotAllowedError):
+    """A request parameter has a value that is not allowed."""
 
 
 class ModalityNotSupportedError(OmniRequestError):
@@ -56,12 +60,8 @@ class EngineError(Exception):
     """The engine itself cannot do its work."""
 
 
-class ConfigError(EngineError, ValueError):
+class ConfigError(EngineError, _NotAllowedError):
     """A setting has a value that is not allowed."""
-
-    def __init__(self, param: str, value: object, allowed: str) -> None:
-        super().__init__(f"{param}={_show(value)} is not allowed: {allowed}")
-        self.param = param
 
 
 class ModelLoadError(EngineError):

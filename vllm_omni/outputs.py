@@ -96,9 +96,7 @@ class OmniOutput:
     finished: bool = False
     error: OmniRequestError | None = None
     images: list[Image] = field(default_factory=list)
-    latents: Tensor | None = (
-        None  # [outputs, tokens, 64] float32, as diffusers' output_type="latent"
-    )
+    latents: Tensor | None = None  # [outputs, tokens, 64] float32, as "latent" in diffusers
     masks: Tensor | None = None  # [outputs, H, W] uint8, 255 where the picture was drawn
     hidden_states: Tensor | None = None  # [tokens, hidden]
     text: str | None = None

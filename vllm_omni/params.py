@@ -7,6 +7,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
+from vllm_omni.config import MAX_SECONDS
 from vllm_omni.errors import InvalidParameterError
 
 SIZE_MULTIPLE = 16
@@ -16,7 +17,6 @@ MAX_SIDE = 8192
 MAX_STEPS = 1000
 MAX_OUTPUTS_PER_PROMPT = 128
 MAX_SEED = 2**63 - 1
-MAX_DEADLINE = 1e9
 
 _NOT_YET = ("images", "mask", "strength", "preview_every", "cache", "lora")
 
@@ -89,8 +89,8 @@ class DiffusionParams:
         _check_int("num_outputs_per_prompt", self.num_outputs_per_prompt, 1, MAX_OUTPUTS_PER_PROMPT)
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         if self.deadline is not None:
-            allowed = f"a number of seconds above 0, at most {MAX_DEADLINE:.0f}"
-            _check_float("deadline", self.deadline, 0.0, MAX_DEADLINE, allowed)
+            allowed = f"a number of seconds above 0, at most {MAX_SECONDS:.0f}"
+            _check_float("deadline", self.deadline, 0.0, MAX_SECONDS, allowed)
             if self.deadline == 0:
                 raise InvalidParameterError("deadline", self.deadline, allowed)
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):

@@ -41,7 +41,6 @@ class ScheduledRequest:
     num_tokens: int
     num_steps: int
     arrival_time: float
-    index: int  # order of arrival
     status: RequestStatus = RequestStatus.WAITING
     num_computed_steps: int = 0
     num_passed_over: int = 0  # steps it was there for and not in
@@ -68,8 +67,7 @@ class DiffusionScheduler:
     def __init__(self, config: DiTConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.clock = clock
-        self.requests: dict[str, ScheduledRequest] = {}
-        self._num_arrived = 0
+        self.requests: dict[str, ScheduledRequest] = {}  # in order of arrival
         self._finished_req_ids: list[str] = []  # workers are yet to be told
         self._pending_outputs: list[tuple[int, EngineCoreOutput]] = []  # ended between steps
 
@@ -80,7 +78,7 @@ class DiffusionScheduler:
             raise InvalidParameterError(
                 "request_id", request.request_id, "a request of that id is being worked on"
             )
-        num_tokens = self.num_tokens(request)
+        num_tokens = request.custom_inputs.num_tokens
         if num_tokens > self.config.max_num_batched_tokens:
             raise OmniRequestError(
                 f"the request needs {num_tokens} tokens a step, more than "
@@ -93,13 +91,7 @@ class DiffusionScheduler:
             num_tokens=num_tokens,
             num_steps=request.custom_inputs.num_steps,
             arrival_time=arrival_time,
-            index=self._num_arrived,
         )
-        self._num_arrived += 1
-
-    def num_tokens(self, request: DiffusionRequest[Any]) -> int:
-        """Tokens that one step of this request adds to the packed forward."""
-        return int(request.custom_inputs.num_tokens)
 
     def finish_requests(
         self,
@@ -168,20 +160,15 @@ class DiffusionScheduler:
     ) -> dict[int, EngineCoreOutputs]:
         """Take in what a step did; the answer is the news for each client."""
         news: defaultdict[int, EngineCoreOutputs] = defaultdict(EngineCoreOutputs)
+        for request_id, error in model_output.errors.items():
+            self.finish_requests([request_id], FinishReason.ERROR, error)
         for client_index, output in self._pending_outputs:
             news[client_index].outputs.append(output)
         self._pending_outputs = []
 
-        for request_id, error in model_output.errors.items():
-            if request_id in self.requests:  # else it was aborted meanwhile
-                output = EngineCoreOutput(
-                    request_id=request_id, finish_reason=FinishReason.ERROR, error=error
-                )
-                news[self._forget(request_id)].outputs.append(output)
-
         for request_id, num_computed_steps in model_output.num_computed_steps.items():
             if (request := self.requests.get(request_id)) is None:
-                continue
+                continue  # it was aborted meanwhile
             request.num_computed_steps = num_computed_steps
             if num_computed_steps >= request.num_steps:
                 request.status = RequestStatus.DECODING
@@ -196,15 +183,17 @@ class DiffusionScheduler:
 
     # --- order ---
 
-    def _order(self, request: ScheduledRequest) -> tuple[int, int, int]:
-        """Smallest goes first. Who was passed over for too long goes before the policy's pick."""
-        if self.config.policy == "fcfs":
-            return (0, 0, request.index)
-        if request.num_passed_over >= self.config.ageing_steps:
-            return (0, 0, request.index)
+    def _order(self, request: ScheduledRequest) -> tuple[int, int]:
+        """Smallest goes first, equals by arrival (sorting is stable).
+
+        Who was passed over for too long goes before the policy's pick.
+        """
+        is_overdue = request.num_passed_over >= self.config.ageing_steps
+        if self.config.policy == "fcfs" or is_overdue:
+            return (0, 0)
         if self.config.policy == "priority":
-            return (1, request.request.priority, request.index)
-        return (1, request.remaining_work, request.index)
+            return (1, request.request.priority)
+        return (1, request.remaining_work)
 
     def _expire_requests(self) -> None:
         now = self.clock()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_omni.config import DiTConfig
 from vllm_omni.entrypoints.cli.settings import add_settings, read_settings
@@ -108,7 +109,7 @@ def _parse_size(size: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def _paths(path: Path, num_images: int) -> Any:
+def _paths(path: Path, num_images: int) -> Iterator[Path]:
     if num_images == 1:
         return iter([path])
     return (path.with_stem(f"{path.stem}-{index + 1}") for index in range(num_images))

@@ -100,6 +100,7 @@ class QwenImageRunnerAdapter:
                 state.num_computed_steps += 1
             return self.decode([state])[0]
         finally:
+            self._batch = None
             self.cache_manager.release_cache(request_id)
 
     # --- prepare ---
