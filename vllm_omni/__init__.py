@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_omni.engine.async_llm import OmniAsyncLLM
     from vllm_omni.entrypoints.omni import Omni
     from vllm_omni.outputs import OmniOutput
     from vllm_omni.params import DiffusionParams, OutputMode
@@ -17,12 +18,13 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "DiffusionParams": "vllm_omni.params",
     "Omni": "vllm_omni.entrypoints.omni",
+    "OmniAsyncLLM": "vllm_omni.engine.async_llm",
     "OmniOutput": "vllm_omni.outputs",
     "OmniRequest": "vllm_omni.request",
     "OutputMode": "vllm_omni.params",
 }
 
-__all__ = ["DiffusionParams", "Omni", "OmniOutput", "OmniRequest", "OutputMode"]
+__all__ = ["DiffusionParams", "Omni", "OmniAsyncLLM", "OmniOutput", "OmniRequest", "OutputMode"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 from vllm_omni.errors import ConfigError
 
 EngineType = Literal["ar", "diffusion"]
-Mode = Literal["embedded"]
+Mode = Literal["embedded", "process"]
 Policy = Literal["fcfs", "priority", "shortest"]
 DType = Literal["auto", "float32", "bfloat16"]
 T = TypeVar("T")
@@ -138,7 +138,9 @@ class OmniConfig:
     """The whole system."""
 
     model: str = setting("demo", "demo, or path of a checkpoint in diffusers layout")
-    mode: Mode = setting("embedded", "where stages run: embedded is in the caller's process")
+    mode: Mode = setting(
+        "embedded", "where stages run: embedded is in this process, process in one for each stage"
+    )
     seed: int | None = setting(
         None, "requests without a seed draw theirs from this one, so that a run can be repeated"
     )

@@ -15,6 +15,7 @@ from vllm_omni.errors import InvalidParameterError, OmniRequestError, StageExecu
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
+    from vllm import CompletionOutput, RequestOutput
 else:
     # Messages name tensors without importing torch; `vllm_omni.serial` carries them.
     Tensor = Any
@@ -62,9 +63,10 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     pooling_output: Tensor | None = None  # the main tensor, as `output_type` says
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
-    output_type: str | None = None  # "image", "latents", "hidden_states"
-    output_metadata: dict[str, Any] = {}  # step, num_steps; sizes
-    additional_outputs: dict[str, Tensor] = {}  # "latents", "mask"
+    output_type: str | None = None  # "text", "hidden_states", "image", "latents"
+    output_metadata: dict[str, Any] = {}  # step, num_steps, queue_time
+    additional_outputs: dict[str, Tensor] = {}  # "latents", "mask", "preview"
+    request_output: Any = None  # vLLM's, of text; made on the client's side, crosses no process
 
     @property
     def finished(self) -> bool:
@@ -89,16 +91,34 @@ class RequestMetrics:
 
 @dataclass(kw_only=True)
 class OmniOutput:
-    """The answer to one prompt. Lists have one entry per output of the prompt."""
+    """The answer to one request, or what there is of it so far.
+
+    Lists have one entry per output of the prompt.
+    """
 
     request_id: str
     prompt: str
     finished: bool = False
+    finish_reason: FinishReason | None = None
     error: OmniRequestError | None = None
+
+    # on the way
+    step: int = 0  # denoising steps done, over all outputs of the prompt
+    num_steps: int = 0  # of how many
+    preview: Image | None = None  # a small picture of how output `preview_index` looks now
+    preview_index: int = 0
+
+    # the answer
     images: list[Image] = field(default_factory=list)
     latents: Tensor | None = None  # [outputs, tokens, 64] float32, as "latent" in diffusers
     masks: Tensor | None = None  # [outputs, H, W] uint8, 255 where the picture was drawn
     hidden_states: Tensor | None = None  # [tokens, hidden]
-    text: str | None = None
+    text: str | None = None  # of the first completion
+    request_output: RequestOutput | None = None  # text as vLLM gives it, nothing left out
     seeds: list[int] = field(default_factory=list)
     metrics: RequestMetrics = RequestMetrics()
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """vLLM's completions, as in its own outputs; none where no text was asked for."""
+        return [] if self.request_output is None else self.request_output.outputs

@@ -3,47 +3,67 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni.config import DiTCacheConfig, StageConfig
-from vllm_omni.errors import InvalidParameterError, ModalityNotSupportedError
+from vllm_omni.errors import InvalidParameterError
 from vllm_omni.params import DiffusionParams
 
-INPUT_MODALITIES = ("text",)
-OUTPUT_FORMATS = ("image", "latents", "hidden_states")
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+
+class OutputKind(StrEnum):
+    """Which outputs of a request are given; the names are those of vLLM's `RequestOutputKind`."""
+
+    CUMULATIVE = "cumulative"  # all news; text from its beginning
+    DELTA = "delta"  # all news; only the text that is new
+    FINAL_ONLY = "final_only"
 
 
 @dataclass(kw_only=True)
 class OmniRequest:
-    """A request on its way through the stages."""
+    """A request on its way through the stages.
 
-    prompt: str
-    input_modalities: dict[str, Any] = field(default_factory=dict)  # modality -> data
-    output_format: str = "image"
-    stage_configs: Sequence[StageConfig] = ()  # empty: as derived from the checkpoint
+    Example:
+        OmniRequest(prompt="a red circle", output_format="image", params=DiffusionParams(seed=1))
+    """
+
+    prompt: str = ""
+    # Modality -> data; an "image" is a PIL image, an encoded one as bytes, or a list of them.
+    input_modalities: dict[str, Any] = field(default_factory=dict)
+    output_format: str = "image"  # text, image, text+image, latents, hidden_states
+    stage_configs: Sequence[StageConfig] = ()  # the stages to go through; empty: all
     hidden_state_output: bool = False  # also return what conditions the diffusion stage
     dit_cache_config: DiTCacheConfig | None = None
     params: DiffusionParams = field(default_factory=DiffusionParams)
+    sampling_params: SamplingParams | Mapping[str, Any] | None = None  # of text; None: the model's
+    messages: Sequence[Mapping[str, Any]] | None = None  # a chat in OpenAI's form, for the prompt
+    prompt_token_ids: Sequence[int] | None = None  # for the prompt, of a text request
+    output_kind: OutputKind | None = None  # None: as `sampling_params` say
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _stage_outputs: dict[int, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
             raise InvalidParameterError("prompt", self.prompt, "a string")
-        if self.output_format not in OUTPUT_FORMATS:
-            raise ModalityNotSupportedError(
-                f"output_format={self.output_format!r} is not supported: "
-                f"one of {', '.join(OUTPUT_FORMATS)}"
-            )
-        for modality in self.input_modalities:
-            _check_modality(modality)
-        self.input_modalities = {"text": self.prompt, **self.input_modalities}
+        if not isinstance(self.output_format, str):
+            raise InvalidParameterError("output_format", self.output_format, "a string")
+        if not isinstance(self.params, DiffusionParams):
+            raise InvalidParameterError("params", self.params, "a DiffusionParams")
+        if self.output_kind is not None and self.output_kind not in tuple(OutputKind):
+            allowed = ", ".join(repr(kind.value) for kind in OutputKind)
+            raise InvalidParameterError("output_kind", self.output_kind, f"one of {allowed}")
+        if self.prompt:
+            self.input_modalities = {"text": self.prompt, **self.input_modalities}
 
     def add_input(self, modality: str, data: Any) -> None:
         """Add, or replace, the input of one modality."""
-        _check_modality(modality)
         self.input_modalities[modality] = data
 
     def get_stage_input(self, stage_id: int) -> Any:
@@ -62,9 +82,32 @@ class OmniRequest:
             raise LookupError(f"stage {stage_id} has no output yet: {list(self._stage_outputs)} do")
         return self._stage_outputs[stage_id]
 
+    def to_vllm_request(self) -> Request:
+        """The request as vLLM's own scheduler knows it: tokens, and how to sample."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
 
-def _check_modality(modality: str) -> None:
-    if modality not in INPUT_MODALITIES:
-        raise ModalityNotSupportedError(
-            f"input modality {modality!r} is not supported: one of {', '.join(INPUT_MODALITIES)}"
+        params = self.sampling_params
+        return Request(
+            request_id=self.request_id,
+            prompt_token_ids=self._get_token_ids(),
+            sampling_params=(
+                params if isinstance(params, SamplingParams) else SamplingParams(**(params or {}))
+            ),
+            pooling_params=None,
         )
+
+    def _get_token_ids(self) -> list[int]:
+        if self.prompt_token_ids is not None:
+            return list(self.prompt_token_ids)
+        if not self.stage_configs:
+            raise InvalidParameterError(
+                "prompt_token_ids", None, "the prompt's tokens, or stage_configs to tokenize it for"
+            )
+        from transformers import AutoTokenizer
+
+        folder = Path(self.stage_configs[0].model_path)
+        own = folder / "tokenizer"  # in diffusers layout
+        tokenizer = AutoTokenizer.from_pretrained(own if own.is_dir() else folder)
+        token_ids: list[int] = tokenizer(self.prompt).input_ids
+        return token_ids

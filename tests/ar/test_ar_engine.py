@@ -19,7 +19,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.ar.conftest import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS
 from tests.drawing import MakeCheckpoint, MakeStock
-from vllm_omni.ar.engine import AREngine, ARRequest, ARStageOutput
+from vllm_omni.ar.engine import AREngine
+from vllm_omni.ar.messages import ARRequest
 from vllm_omni.errors import (
     ConfigError,
     EngineDeadError,
@@ -28,6 +29,7 @@ from vllm_omni.errors import (
     ModelLoadError,
 )
 from vllm_omni.models.qwen_image.prompt import TEXT_TO_IMAGE
+from vllm_omni.outputs import EngineCoreOutput
 
 ATOL = 1e-4  # of hidden states that are about 4
 NUM_NEW_TOKENS = 6
@@ -63,13 +65,18 @@ def create_image(width: int = 120, height: int = 90) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
-def run(engine: AREngine, *requests: ARRequest) -> dict[str, list[ARStageOutput]]:
+def step(engine: AREngine) -> list[EngineCoreOutput]:
+    news, _ = engine.step()
+    return [output for outputs in news.values() for output in outputs.outputs]
+
+
+def run(engine: AREngine, *requests: ARRequest) -> dict[str, list[EngineCoreOutput]]:
     """All outputs of the requests; each must end exactly once, with its last output."""
-    outputs: dict[str, list[ARStageOutput]] = {request.request_id: [] for request in requests}
+    outputs: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add_request(request)
     while engine.has_requests():
-        for output in engine.step():
+        for output in step(engine):
             outputs[output.request_id].append(output)
     for of_request in outputs.values():
         assert [output.finished for output in of_request[:-1]] == [False] * (len(of_request) - 1)
@@ -77,12 +84,12 @@ def run(engine: AREngine, *requests: ARRequest) -> dict[str, list[ARStageOutput]
     return outputs
 
 
-def rows_of(outputs: list[ARStageOutput]) -> Tensor:
-    (rows,) = [o.hidden_states for o in outputs if o.hidden_states is not None]
+def rows_of(outputs: list[EngineCoreOutput]) -> Tensor:
+    (rows,) = [o.pooling_output for o in outputs if o.pooling_output is not None]
     return rows
 
 
-def tokens_of(outputs: list[ARStageOutput]) -> list[int]:
+def tokens_of(outputs: list[EngineCoreOutput]) -> list[int]:
     assert outputs[-1].request_output is not None
     return list(outputs[-1].request_output.outputs[0].token_ids)
 
@@ -150,7 +157,7 @@ def test_greedy_tokens_equal_hugging_face(engine: AREngine, reference: Reference
     outputs = run(engine, *(create_request(str(i), p) for i, p in enumerate(PROMPTS)))
     for i, prompt in enumerate(PROMPTS):
         assert tokens_of(outputs[str(i)]) == reference.generate(reference.inputs(prompt))
-        assert [o.hidden_states for o in outputs[str(i)]] == [None] * NUM_NEW_TOKENS
+        assert [o.pooling_output for o in outputs[str(i)]] == [None] * NUM_NEW_TOKENS
 
 
 def test_hidden_states_in_one_batch_with_generation(engine: AREngine, reference: Reference) -> None:
@@ -170,7 +177,7 @@ def test_hidden_states_in_one_batch_with_generation(engine: AREngine, reference:
         tokens = tokens_of(outputs[request.request_id])
         assert tokens == reference.generate(inputs), request.request_id
         if request.hidden_states is None:
-            assert all(o.hidden_states is None for o in outputs[request.request_id])
+            assert all(o.pooling_output is None for o in outputs[request.request_id])
             continue
         # The last token has been sampled and not read.
         read = tokens[:-1] if request.hidden_states == "all" else None
@@ -178,7 +185,7 @@ def test_hidden_states_in_one_batch_with_generation(engine: AREngine, reference:
         rows = rows_of(outputs[request.request_id])
         assert rows.shape == expected.shape
         assert (rows - expected).abs().max() < ATOL
-        first_with_rows = outputs[request.request_id][0].hidden_states is not None
+        first_with_rows = outputs[request.request_id][0].pooling_output is not None
         assert first_with_rows == (request.hidden_states == "prompt")
     assert max(reference.inputs(p)["input_ids"].numel() for p in PROMPTS) > 4 * (
         MAX_NUM_BATCHED_TOKENS
@@ -205,9 +212,9 @@ def test_preempted_request_gives_each_row_once(
         small_engine.add_request(create_request(request_id, prompt, "all", num_new_tokens=260))
     scheduler = small_engine._engine.engine_core.engine_core.scheduler
     num_preemptions = 0
-    outputs: dict[str, list[ARStageOutput]] = {"a": [], "b": []}
+    outputs: dict[str, list[EngineCoreOutput]] = {"a": [], "b": []}
     while small_engine.has_requests():
-        for output in small_engine.step():
+        for output in step(small_engine):
             outputs[output.request_id].append(output)
         live = [request.num_preemptions for request in scheduler.requests.values()]
         num_preemptions = max([num_preemptions, *live])
@@ -262,30 +269,30 @@ def test_abort_frees_what_was_held(engine: AREngine, num_steps: int) -> None:
     long = create_request("long", PROMPTS[-1], "all", num_new_tokens=50)
     engine.add_request(long)
     engine.add_request(create_request("other", "a cat", num_new_tokens=30))
-    outputs = [output for _ in range(num_steps) for output in engine.step()]
+    outputs = [output for _ in range(num_steps) for output in step(engine)]
     is_held = any(request_id.startswith("long") for request_id in runner.held_rows)
     assert is_held == (num_steps > 0)
     engine.abort_requests(["long", "never heard of"])
-    outputs += engine.step()
+    outputs += step(engine)
     assert runner.held_rows == {}
     assert engine._outputs._rows == {}
     assert engine.has_requests()  # the other one
     while engine.has_requests():
-        outputs += engine.step()
+        outputs += step(engine)
     ends = [
         (output.request_id, output.request_output is None) for output in outputs if output.finished
     ]
     assert sorted(ends) == [("long", True), ("other", False)]
-    assert all(output.hidden_states is None for output in outputs)
-    assert engine.step() == []
+    assert all(output.pooling_output is None for output in outputs)
+    assert step(engine) == []
 
 
 def test_abort_of_the_only_request(engine: AREngine) -> None:
     runner = engine._engine.model_executor.driver_worker.worker.model_runner
     engine.add_request(create_request("only", PROMPTS[-1], "prompt"))
-    engine.step()
+    step(engine)
     engine.abort_requests(["only"])
-    assert [output.finished for output in engine.step()] == [True]
+    assert [output.finished for output in step(engine)] == [True]
     assert not engine.has_requests()
     assert runner.held_rows == {}
 
@@ -348,7 +355,7 @@ def test_request_id_in_use_is_refused(engine: AREngine) -> None:
     engine.abort_requests(["twice"])
     with pytest.raises(InvalidParameterError, match="request_id='twice'"):
         engine.add_request(request)  # its last output is still to come
-    assert [output.finished for output in engine.step()] == [True]
+    assert [output.finished for output in step(engine)] == [True]
     assert tokens_of(run(engine, request)["twice"])
 
 
@@ -357,7 +364,7 @@ def test_failure_in_a_step_is_the_engines(checkpoint: MakeCheckpoint, engine: AR
     broken.add_request(create_request("r", "a cat"))
     broken._engine.model_executor.driver_worker.worker.model_runner.model = None
     with pytest.raises(EngineDeadError, match="vLLM failed in a step: AssertionError"):
-        broken.step()
+        step(broken)
     broken.shutdown()
     assert tokens_of(run(engine, create_request("r", "a cat"))["r"])  # the other one goes on
 
@@ -365,7 +372,7 @@ def test_failure_in_a_step_is_the_engines(checkpoint: MakeCheckpoint, engine: AR
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: shutil.rmtree(path / "text_encoder"), "text_encoder/config.json is missing"),
+        (lambda path: shutil.rmtree(path / "text_encoder"), "neither config.json nor text_encoder/config.json"),
         (lambda path: (path / "text_encoder" / "config.json").write_text("{"), "config"),
         (
             lambda path: (path / "text_encoder" / "model.safetensors").write_bytes(b"nothing"),

@@ -32,6 +32,10 @@ class DiffusionExecutor(ABC):
         return MultiProcDiffusionExecutor(config)
 
     @abstractmethod
+    def wait_until_ready(self) -> None:
+        """Return when all workers have loaded the model; raises `ModelLoadError`."""
+
+    @abstractmethod
     def execute_model(
         self, scheduler_output: DiffusionSchedulerOutput[Any]
     ) -> DiffusionModelRunnerOutput:
@@ -51,6 +55,9 @@ class UniProcDiffusionExecutor(DiffusionExecutor):
 
     def __init__(self, config: DiTConfig) -> None:
         self.worker = make_worker(config)
+
+    def wait_until_ready(self) -> None:
+        return  # as soon as it is made
 
     def execute_model(
         self, scheduler_output: DiffusionSchedulerOutput[Any]
@@ -116,8 +123,16 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
             theirs.close()
             self.workers.append(WorkerHandle(rank, process, ours))
         self._finalizer = weakref.finalize(self, _stop_workers, self.workers)
+
+    def wait_until_ready(self) -> None:
         for worker in self.workers:
-            self._wait_until_ready(worker)
+            try:
+                error = worker.receive().error
+            except EngineDeadError as dead:
+                error = str(dead)
+            if error is not None:
+                self.shutdown()
+                raise ModelLoadError(f"diffusion worker {worker.rank} cannot start: {error}")
 
     def execute_model(
         self, scheduler_output: DiffusionSchedulerOutput[Any]
@@ -153,15 +168,6 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
 
     def shutdown(self) -> None:
         self._finalizer()
-
-    def _wait_until_ready(self, worker: WorkerHandle) -> None:
-        try:
-            error = worker.receive().error
-        except EngineDeadError as dead:
-            error = str(dead)
-        if error is not None:
-            self.shutdown()
-            raise ModelLoadError(f"diffusion worker {worker.rank} cannot start: {error}")
 
     def _split(
         self, scheduler_output: DiffusionSchedulerOutput[Any]

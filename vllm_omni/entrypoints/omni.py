@@ -1,63 +1,33 @@
-"""`Omni`: everything in one process, for scripts and notebooks."""
+"""`Omni`: a model for scripts and notebooks, without `async`."""
 
 from __future__ import annotations
 
-import random
+import asyncio
+import queue
 import threading
-import time
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
-from PIL import Image
-from torch import Tensor
+from vllm_omni.config import Mode, StageConfig
+from vllm_omni.engine.async_llm import OmniAsyncLLM
+from vllm_omni.errors import EngineDeadError, InvalidParameterError, OmniRequestError
+from vllm_omni.outputs import FinishReason, OmniOutput
+from vllm_omni.params import DiffusionParams
+from vllm_omni.request import OmniRequest, OutputKind
 
-from vllm_omni.config import DiTConfig, Mode, OmniConfig
-from vllm_omni.diffusion.engine_core import DiffusionEngineCore
-from vllm_omni.diffusion.messages import DiffusionRequest
-from vllm_omni.errors import (
-    EngineDeadError,
-    InvalidParameterError,
-    OmniRequestError,
-    StageExecutionError,
-)
-from vllm_omni.models.demo import find_model
-from vllm_omni.models.registry import get_model_spec, load_class
-from vllm_omni.outputs import EngineCoreOutput, FinishReason, OmniOutput, RequestMetrics
-from vllm_omni.params import MAX_SEED, DiffusionParams
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 Progress = Callable[[int, int], None]
 """Called after every step with (steps done, steps in all) over all requests of a call."""
 
-
-@dataclass(eq=False)
-class _Child:
-    """One output of a prompt: a request of its own in the engine."""
-
-    inputs: Any
-    params: DiffusionParams
-    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    arrival_time: float = field(default_factory=time.monotonic)
-    finish_time: float = 0.0
-    num_computed_steps: int = 0
-    output: EngineCoreOutput | None = None  # the final one
-    error: OmniRequestError | None = None
-
-
-@dataclass(eq=False)
-class _Parent:
-    """One prompt and all outputs asked for."""
-
-    prompt: str
-    children: list[_Child] = field(default_factory=list)
-    error: OmniRequestError | None = None  # refused before it reached the engine
+Message = Mapping[str, Any]
+"""Of a chat, in OpenAI's form: `{"role": "user", "content": "…"}`."""
 
 
 class Omni:
-    """A model in this process.
+    """A model behind plain function calls; several threads may share it.
 
     Example:
         with Omni(model="demo") as omni:
@@ -66,8 +36,10 @@ class Omni:
 
     Args:
         model: "demo" or the path of a checkpoint in diffusers layout.
-        mode: "embedded": all stages run in this process.
+        mode: "embedded": all stages run in this process; "process": each in one of its own.
         seed: requests without a seed draw theirs from this one, so that a run can be repeated.
+        stage_configs: instead of the stages that the checkpoint has by itself.
+        vllm_config: of AR stages: a `VllmConfig`, engine arguments, or a dict of them.
         settings: fields of `DiTConfig`, such as `device`, `dtype` or `worker_processes`.
     """
 
@@ -77,57 +49,114 @@ class Omni:
         *,
         mode: Mode = "embedded",
         seed: int | None = None,
+        stage_configs: Sequence[StageConfig] = (),
+        vllm_config: Any = None,
         **settings: Any,
     ) -> None:
-        self.config = OmniConfig(model=str(model), mode=mode, seed=seed)
-        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
-        path = find_model(self.config.model)
-        config = DiTConfig(model=str(path), **settings)
-        self.input_processor = load_class(get_model_spec(path).input_processor)(path)
-        self._engine_core: DiffusionEngineCore | None = DiffusionEngineCore(config)
-        self._lock = threading.Lock()  # one call steps the engine at a time
-
-    @property
-    def engine_core(self) -> DiffusionEngineCore:
-        if self._engine_core is None:
-            raise EngineDeadError("this Omni is closed: make a new one")
-        return self._engine_core
+        self.llm = OmniAsyncLLM.from_pretrained(
+            model,
+            mode=mode,
+            seed=seed,
+            stage_configs=stage_configs,
+            vllm_config=vllm_config,
+            **settings,
+        )
+        # A loop of its own: the caller's, if there is one as in notebooks, is busy with the caller.
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="vllm-omni-loop", daemon=True
+        )
+        self._thread.start()
 
     def generate(
         self,
         prompts: str | Sequence[str],
         params: DiffusionParams | Sequence[DiffusionParams] | None = None,
         progress: Progress | None = None,
+        output_format: str = "image",
     ) -> list[OmniOutput]:
         """One output per prompt, all of them batched together.
 
         Args:
             params: for all prompts, or one for each.
             progress: called after every step.
+            output_format: what to make of each prompt; see `OmniRequest`.
 
         A prompt that fails gives an output with `.error`; it does not touch the others.
         """
         prompts = _as_list(prompts)
-        parents = [
-            _make_parent(prompt, self.input_processor.process, self._fan_out(prompt_params))
+        requests = [
+            OmniRequest(prompt=prompt, params=prompt_params, output_format=output_format)
             for prompt, prompt_params in zip(prompts, _one_each(params, prompts), strict=True)
         ]
-        return self._run(parents, progress)
+        return self.run(requests, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+    ) -> list[OmniOutput]:
+        """The answer to one chat, or to each of several; its words are in `.text`."""
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self.run(
+            [
+                OmniRequest(
+                    messages=chat,  # type: ignore[arg-type]
+                    sampling_params=sampling_params,
+                    output_format="text",
+                    output_kind=OutputKind.FINAL_ONLY,
+                )
+                for chat in chats
+            ]
+        )
 
     def encode(self, prompts: str | Sequence[str]) -> list[OmniOutput]:
         """The hidden states that condition the picture of each prompt."""
-        process = self.input_processor.process_text
-        parents = [
-            _make_parent(prompt, process, [DiffusionParams()]) for prompt in _as_list(prompts)
-        ]
-        return self._run(parents, progress=None)
+        return self.run(
+            [
+                OmniRequest(prompt=prompt, output_format="hidden_states")
+                for prompt in _as_list(prompts)
+            ]
+        )
+
+    def run(
+        self, requests: Sequence[OmniRequest], progress: Progress | None = None
+    ) -> list[OmniOutput]:
+        """The answers to any requests, all of them batched together."""
+        if self._loop.is_closed():
+            raise EngineDeadError("this Omni is closed: make a new one")
+        # None: all have ended. The caller's thread is the one that calls `progress`.
+        news: queue.SimpleQueue[OmniOutput | None] = queue.SimpleQueue()
+        answers = asyncio.run_coroutine_threadsafe(self._collect(requests, news), self._loop)
+        answers.add_done_callback(lambda _: news.put(None))
+        done: dict[str, OmniOutput] = {}
+        try:
+            while (output := news.get()) is not None:
+                done[output.request_id] = output
+                if progress is not None and output.num_steps:
+                    num_steps = sum(self._count_steps(request, done) for request in requests)
+                    progress(sum(output.step for output in done.values()), num_steps)
+        except BaseException:
+            # Ctrl-C, say: leave nothing of this call in the engine.
+            answers.cancel()
+            while news.get() is not None:
+                pass
+            raise
+        return answers.result()
+
+    def collective_rpc(self, stage_id: int, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker of a stage."""
+        call = self.llm.collective_rpc(stage_id, method, *args)
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
     def close(self) -> None:
         """Let go of the model. May be called twice."""
-        with self._lock:
-            if self._engine_core is not None:
-                self._engine_core.shutdown()
-                self._engine_core = None
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._shutdown(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -140,116 +169,35 @@ class Omni:
     ) -> None:
         self.close()
 
-    def _fan_out(self, params: DiffusionParams) -> list[DiffusionParams]:
-        """The parameters of each output of a prompt: output i is drawn with seed + i."""
-        seed = self._seeds.randrange(2**32) if params.seed is None else params.seed
-        return [
-            replace(params, seed=(seed + index) % (MAX_SEED + 1), num_outputs_per_prompt=1)
-            for index in range(params.num_outputs_per_prompt)
-        ]
-
-    def _run(self, parents: list[_Parent], progress: Progress | None) -> list[OmniOutput]:
-        with self._lock:
-            core = self.engine_core
-            children = {child.request_id: child for p in parents for child in p.children}
-            num_steps = sum(child.inputs.num_steps for child in children.values())
+    async def _collect(
+        self, requests: Sequence[OmniRequest], news: queue.SimpleQueue[OmniOutput | None]
+    ) -> list[OmniOutput]:
+        async def answer(request: OmniRequest) -> OmniOutput:
+            output = OmniOutput(request_id=request.request_id, prompt=request.prompt)
             try:
-                for child in children.values():
-                    _add_request(core, child)
-                while core.has_requests():
-                    news, _ = core.step()
-                    for outputs in news.values():
-                        for output in outputs.outputs:
-                            _take(children[output.request_id], output)
-                    if progress is not None:
-                        done = sum(child.num_computed_steps for child in children.values())
-                        progress(done, num_steps)
-            except BaseException:
-                # Ctrl-C, say: leave nothing of this call in the engine.
-                core.abort_requests(children)
-                core.step()  # which tells the workers
-                raise
-        return [_output(parent) for parent in parents]
+                async for output in self.llm.generate(request):
+                    news.put(output)
+            except OmniRequestError as error:
+                output.error = error
+                output.finished, output.finish_reason = True, FinishReason.ERROR
+            return output
 
+        return await asyncio.gather(*(answer(request) for request in requests))
 
-def _make_parent(
-    prompt: str,
-    process: Callable[[str, DiffusionParams], Any],
-    params: Sequence[DiffusionParams],
-) -> _Parent:
-    """A prompt with one child for each of `params`, or with the error that refuses it."""
-    try:
-        return _Parent(prompt, [_Child(process(prompt, one), one) for one in params])
-    except OmniRequestError as error:
-        return _Parent(prompt, error=error)
+    async def _shutdown(self) -> None:
+        self.llm.shutdown()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-
-def _add_request(core: DiffusionEngineCore, child: _Child) -> None:
-    try:
-        core.add_request(
-            DiffusionRequest(
-                request_id=child.request_id,
-                custom_inputs=child.inputs,
-                priority=child.params.priority,
-                deadline=child.params.deadline,
-                arrival_time=child.arrival_time,
-            )
-        )
-    except OmniRequestError as error:
-        child.error = error
-
-
-def _take(child: _Child, output: EngineCoreOutput) -> None:
-    child.num_computed_steps = output.output_metadata.get("step", child.num_computed_steps)
-    if not output.finished:
-        return
-    child.output = output
-    child.finish_time = time.monotonic()
-    if output.error is not None:
-        child.error = output.error.to_exception()
-    elif output.finish_reason is FinishReason.ABORT:
-        child.error = StageExecutionError("the request was aborted")
-
-
-def _output(parent: _Parent) -> OmniOutput:
-    """What the user gets for a prompt: the outputs that came, and the first error, if any."""
-    done = [c.output for c in parent.children if c.error is None and c.output is not None]
-    errors = [parent.error, *(child.error for child in parent.children)]
-    answer = OmniOutput(
-        request_id=parent.children[0].request_id if parent.children else uuid.uuid4().hex,
-        prompt=parent.prompt,
-        finished=True,
-        error=next((error for error in errors if error is not None), None),
-        seeds=[child.inputs.seed for child in parent.children if child.error is None],
-    )
-    if not done:
-        return answer
-    main = [output.pooling_output for output in done if output.pooling_output is not None]
-    if done[0].output_type == "image":
-        answer.images = [_to_pil(image) for image in main]
-        answer.latents = _stack(done, "latents")
-        answer.masks = _stack(done, "mask")
-    elif done[0].output_type == "latents":
-        answer.latents = torch.stack(main)
-    else:
-        answer.hidden_states = main[0]
-        answer.seeds = []
-    answer.metrics = RequestMetrics(
-        num_steps=sum(output.output_metadata["step"] for output in done),
-        queue_time=max(output.output_metadata["queue_time"] for output in done),
-        total_time=max(child.finish_time - child.arrival_time for child in parent.children),
-    )
-    return answer
-
-
-def _stack(outputs: Sequence[EngineCoreOutput], name: str) -> Tensor | None:
-    tensors = [o.additional_outputs[name] for o in outputs if name in o.additional_outputs]
-    return torch.stack(tensors) if tensors else None
-
-
-def _to_pil(image: Tensor) -> Image.Image:
-    """[3 or 4, H, W] uint8 to a PIL image, RGB or RGBA."""
-    return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    def _count_steps(self, request: OmniRequest, done: Mapping[str, OmniOutput]) -> int:
+        """Steps of a request, also of one that has not begun."""
+        if (output := done.get(request.request_id)) is not None and output.num_steps:
+            return output.num_steps
+        try:
+            params = self.llm.processor.complete_params(request.params)
+        except OmniRequestError:  # it ends with this error
+            return 0
+        return (params.num_inference_steps or 0) * params.num_outputs_per_prompt
 
 
 def _as_list(prompts: str | Sequence[str]) -> list[str]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from PIL.Image import Image
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from vllm_omni.errors import InvalidParameterError, ModelLoadError
 from vllm_omni.models.qwen_image.inputs import TASK_TEXT_ENCODING, QwenImageCustomInputs
-from vllm_omni.models.qwen_image.prompt import MAX_PROMPT_TOKENS, TEXT_TO_IMAGE
+from vllm_omni.models.qwen_image.prompt import (
+    EDIT,
+    MAX_PROMPT_TOKENS,
+    REWRITE_INSTRUCTION,
+    TEXT_TO_IMAGE,
+)
 from vllm_omni.models.registry import read_json
 from vllm_omni.params import DiffusionParams
 
@@ -26,24 +36,74 @@ class QwenImageInputProcessor:
             raise ModelLoadError(f"cannot load tokenizer from {model}: {error}") from error
         self.defaults = _default_params(model)
 
-    def process(self, prompt: str, params: DiffusionParams) -> QwenImageCustomInputs:
-        """The inputs of one picture; `params` must have a seed."""
+    def complete_params(self, params: DiffusionParams) -> DiffusionParams:
+        """Parameters with the checkpoint's defaults; raises what the model cannot do."""
         if params.guidance_scale is not None:
             raise InvalidParameterError(
                 "guidance_scale",
                 params.guidance_scale,
                 "this model is not guidance-distilled; use true_cfg_scale with negative_prompt",
             )
-        params = params.with_defaults(self.defaults)
-        assert params.height and params.width and params.num_inference_steps
-        assert params.seed is not None
+        return params.with_defaults(self.defaults)
+
+    # --- what the text encoder reads ---
+
+    rewrite_instruction = REWRITE_INSTRUCTION
+    rewrite_sampling_params: Mapping[str, Any] = MappingProxyType(
+        {"temperature": 0.0, "max_tokens": 128}
+    )
+
+    def apply_template(
+        self, param: str, prompt: str, images: Sequence[Image] = ()
+    ) -> list[int] | str:
+        """A prompt inside its template: as tokens, or as text if there is an image to put in."""
+        if not images:
+            return self.tokenize(param, prompt)
+        if len(images) > 1:
+            raise InvalidParameterError("image", f"{len(images)} images", "one image")
+        self.tokenize(param, prompt)  # for its length
+        return EDIT.apply(prompt)
+
+    def get_num_prefix_tokens(self, images: Sequence[Image] = ()) -> int:
+        """Tokens of the template before the user's part, which are dropped after encoding."""
+        return (EDIT if images else TEXT_TO_IMAGE).num_prefix_tokens
+
+    # --- what the transformer needs ---
+
+    def process(self, prompt: str, params: DiffusionParams) -> QwenImageCustomInputs:
+        """The inputs of one picture whose prompt is encoded by the diffusion stage itself."""
         negative = params.negative_prompt if params.do_true_cfg else None
-        return QwenImageCustomInputs(
+        return self._make_inputs(
+            params,
             prompt_token_ids=self.tokenize("prompt", prompt),
             negative_prompt_token_ids=(
                 None if negative is None else self.tokenize("negative_prompt", negative)
             ),
             num_prefix_tokens=TEXT_TO_IMAGE.num_prefix_tokens,
+        )
+
+    def process_embeds(
+        self, prompt_embeds: Tensor, negative_prompt_embeds: Tensor | None, params: DiffusionParams
+    ) -> QwenImageCustomInputs:
+        """The inputs of one picture whose prompt [tokens, hidden] another stage has encoded."""
+        return self._make_inputs(
+            params, prompt_embeds=prompt_embeds, negative_prompt_embeds=negative_prompt_embeds
+        )
+
+    def process_text(self, prompt: str) -> QwenImageCustomInputs:
+        """The inputs that give the hidden states of a prompt, from the diffusion stage itself."""
+        return QwenImageCustomInputs(
+            task=TASK_TEXT_ENCODING,
+            prompt_token_ids=self.tokenize("prompt", prompt),
+            num_prefix_tokens=TEXT_TO_IMAGE.num_prefix_tokens,
+        )
+
+    def _make_inputs(self, params: DiffusionParams, **prompts: Any) -> QwenImageCustomInputs:
+        params = self.complete_params(params)
+        assert params.height and params.width and params.num_inference_steps
+        assert params.seed is not None
+        return QwenImageCustomInputs(
+            **prompts,
             height=params.height,
             width=params.width,
             num_inference_steps=params.num_inference_steps,
@@ -51,14 +111,6 @@ class QwenImageInputProcessor:
             seed=params.seed,
             sigmas=params.sigmas,
             output_mode=params.output_mode,
-        )
-
-    def process_text(self, prompt: str, params: DiffusionParams) -> QwenImageCustomInputs:
-        """The inputs that give the hidden states of a prompt; nothing in `params` changes them."""
-        return QwenImageCustomInputs(
-            task=TASK_TEXT_ENCODING,
-            prompt_token_ids=self.tokenize("prompt", prompt),
-            num_prefix_tokens=TEXT_TO_IMAGE.num_prefix_tokens,
         )
 
     def tokenize(self, param: str, prompt: str) -> list[int]:

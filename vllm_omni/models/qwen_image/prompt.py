@@ -51,3 +51,8 @@ EDIT = PromptTemplate(
     ),
     num_prefix_tokens=64,
 )
+
+REWRITE_INSTRUCTION = (
+    "Rewrite the user's prompt for a picture: keep what it says, and add what it leaves open, such "
+    "as size, colour, place and background. Answer with the new prompt only."
+)

@@ -1,0 +1,378 @@
+"""`CrossEngineCoordinator`: the way of a request from stage to stage.
+
+A way is a list of hops; a hop is a stage and what it is to make. A picture from a prompt is
+(AR, hidden_states), (diffusion, image). With "text+image" the AR stage is there twice: first it
+writes the text, then it encodes what it wrote.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from vllm_omni.engine.output_processor import MultimodalOutputProcessor, to_pil
+from vllm_omni.engine.processor import OmniProcessor, ProcessedInput
+from vllm_omni.engine.stage_client import StageClient
+from vllm_omni.errors import InvalidParameterError, ModalityNotSupportedError, OmniRequestError
+from vllm_omni.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    OmniOutput,
+    RequestMetrics,
+)
+from vllm_omni.params import MAX_SEED, DiffusionParams, OutputMode
+from vllm_omni.request import OmniRequest, OutputKind
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A stage, and what it is to make."""
+
+    client: StageClient
+    modality: str
+
+
+@dataclass(eq=False)
+class Walk:
+    """A request on its way."""
+
+    request: OmniRequest
+    inputs: ProcessedInput
+    params: DiffusionParams
+    is_text_shown: bool = False
+    arrival_time: float = field(default_factory=time.monotonic)
+    embeds: list[Tensor] = field(default_factory=list)  # of the prompt, and of the negative one
+    text: str = ""  # that was written for the picture
+    parent: ParentRequest | None = None
+    results: list[EngineCoreOutput] = field(default_factory=list)  # what the answer is made of
+    held: tuple[StageClient, list[str]] | None = None  # the requests it has in a stage now
+    is_aborted: bool = False
+
+    @property
+    def expires_at(self) -> float | None:
+        deadline = self.params.deadline
+        return None if deadline is None else self.arrival_time + deadline
+
+
+class ParentRequest:
+    """One prompt with several outputs: a child request for each, and one answer from all."""
+
+    def __init__(self, request_id: str, params: DiffusionParams) -> None:
+        assert params.seed is not None
+        num_children = params.num_outputs_per_prompt
+        self.child_ids = (
+            [request_id]
+            if num_children == 1
+            else [f"{index}_{request_id}" for index in range(num_children)]
+        )
+        # Output i is drawn with seed + i, so that each can be made again alone.
+        self.child_params = {
+            child_id: replace(
+                params, seed=(params.seed + index) % (MAX_SEED + 1), num_outputs_per_prompt=1
+            )
+            for index, child_id in enumerate(self.child_ids)
+        }
+        self._steps = dict.fromkeys(self.child_ids, 0)
+        self._finals: dict[str, EngineCoreOutput] = {}
+        self.queue_time = 0.0
+
+    def take(self, output: EngineCoreOutput) -> None:
+        """Note the news of a child."""
+        self._steps[output.request_id] = output.output_metadata.get(
+            "step", self._steps[output.request_id]
+        )
+        self.queue_time = max(self.queue_time, output.output_metadata.get("queue_time", 0.0))
+        if output.finished:
+            self._finals[output.request_id] = output
+
+    @property
+    def step(self) -> int:
+        return sum(self._steps.values())
+
+    @property
+    def num_steps(self) -> int:
+        return sum(params.num_inference_steps or 0 for params in self.child_params.values())
+
+    @property
+    def outputs(self) -> list[EngineCoreOutput]:
+        """Of the children that came through, in the order of their seeds."""
+        finals = [self._finals[child_id] for child_id in self.child_ids if child_id in self._finals]
+        return [output for output in finals if output.finish_reason is FinishReason.STOP]
+
+    @property
+    def seeds(self) -> list[int]:
+        params = [self.child_params[output.request_id] for output in self.outputs]
+        return [one.seed for one in params if one.seed is not None]
+
+    @property
+    def error(self) -> OmniRequestError | None:
+        """The first that went wrong."""
+        errors = [output.error for output in self._finals.values() if output.error is not None]
+        return errors[0].to_exception() if errors else None
+
+
+class CrossEngineCoordinator:
+    """Walks requests through the stages; one request id all the way."""
+
+    def __init__(
+        self,
+        clients: Sequence[StageClient],
+        processor: OmniProcessor,
+        output_processor: MultimodalOutputProcessor,
+    ) -> None:
+        self.clients = {client.stage.stage_id: client for client in clients}
+        self.processor = processor
+        self.output_processor = output_processor
+        self._walks: dict[str, Walk] = {}
+
+    async def generate(self, request: OmniRequest) -> AsyncIterator[OmniOutput]:
+        """Everything there is to say of a request; the last output, and no other, is finished.
+
+        Raises an `OmniRequestError` if nothing of what was asked for can be given.
+        """
+        if request.request_id in self._walks:
+            raise InvalidParameterError("request_id", request.request_id, "one that is not in use")
+        walk = self._start(request)
+        hops = self.plan(request, walk.inputs)
+        self._walks[request.request_id] = walk
+        try:
+            for hop in hops:
+                async with aclosing(self._take_hop(hop, walk)) as outputs:
+                    async for output in outputs:
+                        yield output
+                if walk.is_aborted:
+                    break
+            yield self._finish(walk)
+        finally:
+            del self._walks[request.request_id]
+
+    async def generate_image_async(self, request: OmniRequest) -> OmniOutput:
+        """The answer alone."""
+        async for output in self.generate(request):  # noqa: B007
+            pass
+        return output
+
+    async def abort(self, request_id: str) -> None:
+        """End a request wherever it is; its stream ends with an output that says so."""
+        if (walk := self._walks.get(request_id)) is None:
+            return
+        walk.is_aborted = True
+        if walk.held is not None:
+            client, request_ids = walk.held
+            await client.abort(request_ids)
+
+    def plan(self, request: OmniRequest, inputs: ProcessedInput) -> list[Hop]:
+        """The hops that lead to what the request asks for."""
+        clients = self._get_clients(request)
+        wanted = request.output_format.split("+")
+        target = wanted[-1]
+        makers = [i for i, c in enumerate(clients) if target in c.stage.output_modalities]
+        if not makers or not set(wanted[:-1]) <= {"text"}:
+            made = sorted({m for c in clients for m in c.stage.output_modalities})
+            both = [f"text+{m}" for m in made if m == "image" and "text" in made]
+            raise ModalityNotSupportedError(
+                f"output_format={request.output_format!r} is not supported: "
+                f"one of {', '.join(made + both)}"
+            )
+        way = clients[: makers[0] + 1]
+        hops = [
+            Hop(client, _connect(client, after)) for client, after in zip(way, way[1:], strict=False)
+        ]
+        hops.append(Hop(way[-1], target))
+        if "text" in wanted[:-1] and all(hop.modality != "text" for hop in hops):
+            hops.insert(0, Hop(hops[0].client, "text"))
+        _check_images(hops, inputs)
+        return hops
+
+    def _get_clients(self, request: OmniRequest) -> list[StageClient]:
+        """The stages that a request names, or all."""
+        stage_ids = [stage.stage_id for stage in request.stage_configs] or list(self.clients)
+        if unknown := sorted(set(stage_ids) - set(self.clients)):
+            raise InvalidParameterError(
+                "stage_configs", unknown, f"stages that run here: {sorted(self.clients)}"
+            )
+        return [self.clients[stage_id] for stage_id in sorted(set(stage_ids))]
+
+    def _start(self, request: OmniRequest) -> Walk:
+        inputs = self.processor.process_input(request)
+        params = request.params
+        is_drawn = request.output_format.split("+")[-1] in ("image", "latents")
+        if is_drawn:
+            if request.output_format == "latents":
+                params = replace(params, output_mode=OutputMode.LATENTS)
+            params = self.processor.complete_params(params)
+        return Walk(request, inputs, params, is_text_shown="text" in request.output_format)
+
+    async def _take_hop(self, hop: Hop, walk: Walk) -> AsyncIterator[OmniOutput]:
+        requests = self._make_requests(hop, walk)
+        walk.held = (hop.client, [request.request_id for request in requests])
+        finals: list[EngineCoreOutput] = []
+        async with aclosing(hop.client.outputs(requests, walk.expires_at)) as outputs:
+            async for output in outputs:
+                if output.finished:
+                    finals.append(output)
+                if (news := self._process_news(walk, output)) is not None:
+                    yield news
+        walk.held = None
+        if any(output.finish_reason is FinishReason.ABORT for output in finals):
+            walk.is_aborted = True
+        self._take_results(hop, walk, finals)
+
+    def _make_requests(self, hop: Hop, walk: Walk) -> list[Any]:
+        request, processor = walk.request, self.processor
+        is_diffusion = hop.client.stage.engine_type == "diffusion"
+        if is_diffusion and hop.modality == "hidden_states":
+            return [processor.make_text_encoding_request(request, walk.inputs)]
+        if is_diffusion:
+            walk.parent = ParentRequest(request.request_id, walk.params)
+            cond = walk.embeds[0] if walk.embeds else walk.inputs.prompt
+            uncond = walk.embeds[1] if len(walk.embeds) > 1 else None
+            return [
+                processor.make_diffusion_request(id, cond, uncond, params, walk.arrival_time)
+                for id, params in walk.parent.child_params.items()
+            ]
+        if hop.modality == "hidden_states":
+            is_last = request.output_format == "hidden_states"
+            return processor.make_encode_requests(request, walk.inputs, with_negative=not is_last)
+        if request.output_format == "text":
+            return [processor.make_text_request(request, walk.inputs)]
+        return [processor.make_rewrite_request(request, walk.inputs)]
+
+    def _process_news(self, walk: Walk, output: EngineCoreOutput) -> OmniOutput | None:
+        """What the user gets to know of a stage's output before the answer is there."""
+        if walk.parent is not None:
+            return _process_progress(walk, walk.parent, output)
+        if output.output_type != "text" or output.request_output is None:
+            return None
+        written = output.request_output.outputs[0].text
+        walk.text = walk.text + written if _is_delta(walk.request) else written
+        # The end of a text request is its answer; on the way to a picture it is news.
+        is_answer = output.finished and walk.request.output_format == "text"
+        if is_answer or not walk.is_text_shown:
+            return None
+        return self.output_processor.process_output(
+            EngineCoreOutputs(outputs=[output]), walk.request
+        )
+
+    def _take_results(self, hop: Hop, walk: Walk, finals: Sequence[EngineCoreOutput]) -> None:
+        """Keep what the answer needs, and what the next stage needs."""
+        walk.request.set_stage_output(hop.client.stage.stage_id, finals)
+        if walk.parent is not None:
+            if not walk.parent.outputs and walk.parent.error is not None:
+                raise walk.parent.error
+            walk.results += walk.parent.outputs
+            return
+        for output in finals:
+            if output.error is not None:
+                raise output.error.to_exception()
+        if walk.is_aborted:
+            walk.results += [o for o in finals if o.request_output is not None]
+        elif hop.modality == "hidden_states":
+            self._take_embeds(hop, walk, finals)
+        else:
+            if walk.is_text_shown:
+                walk.results += finals
+            walk.inputs = ProcessedInput(prompt=walk.text)
+
+    def _take_embeds(self, hop: Hop, walk: Walk, finals: Sequence[EngineCoreOutput]) -> None:
+        by_id = {output.request_id: output for output in finals}
+        cond = by_id.pop(walk.request.request_id)
+        for output in (cond, *by_id.values()):
+            assert output.pooling_output is not None
+            embeds = output.pooling_output
+            if hop.client.stage.engine_type == "ar":
+                embeds = self.processor.drop_prefix(embeds, walk.inputs)
+            walk.embeds.append(embeds)
+        if walk.request.output_format == "hidden_states" or walk.request.hidden_state_output:
+            walk.results.append(
+                EngineCoreOutput(
+                    request_id=walk.request.request_id,
+                    finish_reason=FinishReason.STOP,
+                    pooling_output=walk.embeds[0],
+                    output_type="hidden_states",
+                )
+            )
+
+    def _finish(self, walk: Walk) -> OmniOutput:
+        answer = self.output_processor.process_output(
+            EngineCoreOutputs(outputs=walk.results), walk.request
+        )
+        answer.finished = True
+        answer.finish_reason = FinishReason.ABORT if walk.is_aborted else FinishReason.STOP
+        total_time = time.monotonic() - walk.arrival_time
+        answer.metrics = RequestMetrics(total_time=total_time)
+        if walk.is_text_shown and walk.request.output_format != "text":
+            answer.text = walk.text  # the whole, also where the news were deltas
+        if (parent := walk.parent) is not None:
+            answer.seeds = parent.seeds
+            answer.error = parent.error
+            answer.step, answer.num_steps = parent.step, parent.num_steps
+            answer.metrics = RequestMetrics(
+                num_steps=parent.step, queue_time=parent.queue_time, total_time=total_time
+            )
+        return answer
+
+
+def _connect(client: StageClient, after: StageClient) -> str:
+    """What a stage is to make for the next one: of what that takes, the first it can make."""
+    takes = after.stage.input_modalities
+    for modality in takes:
+        if modality in client.stage.output_modalities:
+            return modality
+    raise ModalityNotSupportedError(
+        f"stage {client.stage.stage_id} makes {', '.join(client.stage.output_modalities)}, "
+        f"of which stage {after.stage.stage_id} takes none: it takes {', '.join(takes)}"
+    )
+
+
+def _check_images(hops: Sequence[Hop], inputs: ProcessedInput) -> None:
+    if not inputs.images:
+        return
+    first = hops[0]
+    if "image" not in first.client.stage.input_modalities:
+        raise ModalityNotSupportedError(
+            f"images are not supported as input: stage {first.client.stage.stage_id} takes "
+            f"{', '.join(first.client.stage.input_modalities)}"
+        )
+    if first.modality == "hidden_states" and len(hops) > 1:
+        raise ModalityNotSupportedError(
+            "a picture made from a picture is not supported: the model does not edit; "
+            "ask for text, hidden_states or text+image"
+        )
+
+
+def _process_progress(
+    walk: Walk, parent: ParentRequest, output: EngineCoreOutput
+) -> OmniOutput | None:
+    parent.take(output)
+    if output.finished:
+        return None
+    news = OmniOutput(
+        request_id=walk.request.request_id,
+        prompt=walk.request.prompt,
+        step=parent.step,
+        num_steps=parent.num_steps,
+    )
+    if (preview := output.additional_outputs.get("preview")) is not None:
+        news.preview = to_pil(preview)
+        news.preview_index = parent.child_ids.index(output.request_id)
+    return news
+
+
+def _is_delta(request: OmniRequest) -> bool:
+    """Whether each output of text holds only what is new."""
+    kind: Any = request.output_kind
+    if kind is None:
+        params = request.sampling_params
+        kind = (
+            params.get("output_kind")
+            if isinstance(params, Mapping)
+            else getattr(params, "output_kind", None)
+        )
+    return getattr(kind, "name", kind) in ("DELTA", OutputKind.DELTA)

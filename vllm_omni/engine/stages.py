@@ -1,0 +1,81 @@
+"""Which stages a model has, and how each is configured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_omni.config import DiTConfig, StageConfig
+from vllm_omni.errors import ConfigError
+from vllm_omni.models.demo import find_model
+
+
+def derive_stage_configs(
+    model: str, vllm_config: Any = None, dit_config: DiTConfig | None = None
+) -> tuple[StageConfig, ...]:
+    """The two stages of a checkpoint in diffusers layout: its text encoder, then the rest."""
+    path = str(find_model(model))
+    return (
+        StageConfig(
+            stage_id=0,
+            engine_type="ar",
+            model_path=path,
+            input_modalities=("text", "image"),
+            output_modalities=("text", "hidden_states"),
+            vllm_config=vllm_config,
+        ),
+        StageConfig(
+            stage_id=1,
+            engine_type="diffusion",
+            model_path=path,
+            input_modalities=("hidden_states",),
+            output_modalities=("image", "latents"),
+            dit_config=dit_config,
+        ),
+    )
+
+
+def complete_stage_configs(
+    stages: Sequence[StageConfig], vllm_config: Any = None
+) -> tuple[StageConfig, ...]:
+    """Stages as a user gives them, with what was left out filled in, in the order of their ids.
+
+    An AR stage without `vllm_config` takes the one given here.
+    """
+    if not stages:
+        raise ConfigError("stage_configs", [], "at least one stage")
+    ordered = sorted(stages, key=lambda stage: stage.stage_id)
+    return tuple(_complete(stage, ordered, vllm_config) for stage in ordered)
+
+
+def make_dit_config(stage: StageConfig) -> DiTConfig:
+    """The settings of a diffusion stage's engine core."""
+    config = stage.dit_config or DiTConfig()
+    return replace(
+        config,
+        model=str(find_model(stage.model_path)),
+        stage_id=stage.stage_id,
+        cache_config=stage.cache_config or config.cache_config,
+        # Where no stage before it gives hidden states, it encodes prompts itself.
+        load_text_encoder="text" in stage.input_modalities,
+    )
+
+
+def _complete(stage: StageConfig, stages: Sequence[StageConfig], vllm_config: Any) -> StageConfig:
+    is_ar = stage.engine_type == "ar"
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    if is_ar:
+        inputs, outputs = ("text", "image"), ("text", "hidden_states")
+    elif any(other.engine_type == "ar" for other in stages):
+        inputs, outputs = ("hidden_states",), ("image", "latents")
+    else:
+        inputs, outputs = ("text",), ("image", "latents", "hidden_states")
+    return replace(
+        stage,
+        model_path=str(find_model(stage.model_path)),
+        input_modalities=stage.input_modalities or inputs,
+        output_modalities=stage.output_modalities or outputs,
+        vllm_config=vllm_config if is_ar and stage.vllm_config is None else stage.vllm_config,
+    )
