@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ AT_LEAST_ONE = "a whole number, at least 1"
 NOT_COUNTS = [0, -1, 1.0, "1", True, None, math.nan]
 NOT_SECONDS = [0, -1.0, "60", True, math.nan, math.inf, None]
 STAGE: dict[str, Any] = {"stage_id": 0, "engine_type": "diffusion", "model_path": "m"}
+AR_STAGE = STAGE | {"engine_type": "ar"}
 
 REFUSALS: list[tuple[type, dict[str, Any], str, Any, str]] = [
     *[
@@ -63,14 +66,30 @@ REFUSALS: list[tuple[type, dict[str, Any], str, Any, str]] = [
         (StageConfig, STAGE, "stage_id", value, "a whole number, at least 0")
         for value in (-1, "0", 0.0, True)
     ],
+    *[
+        (StageConfig, STAGE, "model_path", value, "the path of a checkpoint, or demo")
+        for value in ("", None, 5, Path("m"))
+    ],
+    *[
+        (StageConfig, STAGE, name, value, "a list of str")
+        for name in ("input_modalities", "output_modalities")
+        for value in ("text", [1], None, {"text": 1})
+    ],
     (StageConfig, STAGE, "vllm_config", {}, "a diffusion stage takes dit_config"),
-    (
-        StageConfig,
-        STAGE | {"engine_type": "ar"},
-        "dit_config",
-        DiTConfig(),
-        "an AR stage takes vllm_config",
-    ),
+    (StageConfig, STAGE, "dit_config", {}, "a DiTConfig"),
+    (StageConfig, STAGE, "cache_config", {}, "a DiTCacheConfig"),
+    *[
+        (
+            StageConfig,
+            AR_STAGE,
+            "vllm_config",
+            value,
+            "a VllmConfig, engine arguments or a dict of them",
+        )
+        for value in ("max_model_len", 5, True, ["max_model_len"], {1: 2})
+    ],
+    (StageConfig, AR_STAGE, "dit_config", DiTConfig(), "an AR stage takes vllm_config"),
+    (StageConfig, AR_STAGE, "cache_config", DiTCacheConfig(), "an AR stage has no DiT cache"),
     (OmniConfig, {}, "mode", "cloud", "one of embedded"),
 ]
 
@@ -183,6 +202,13 @@ def test_lists_become_tuples() -> None:
     config = DiTCacheConfig(dit_cache_tensors=tensors)
     tensors.clear()
     assert config.dit_cache_tensors == (DiTCacheTensor(1),)
+    stage = StageConfig(**STAGE, input_modalities=["text"], output_modalities=["image"])
+    assert (stage.input_modalities, stage.output_modalities) == (("text",), ("image",))
+
+
+@pytest.mark.parametrize("vllm_config", [None, {}, {"max_model_len": 8}, SimpleNamespace()])
+def test_ar_stage_takes_a_dict_or_an_object(vllm_config: Any) -> None:
+    assert StageConfig(**AR_STAGE, vllm_config=vllm_config).vllm_config is vllm_config
 
 
 @pytest.mark.parametrize("config_class", [DiTConfig, DiTCacheConfig])

@@ -15,6 +15,7 @@ Policy = Literal["fcfs", "priority", "shortest"]
 DType = Literal["auto", "float32", "bfloat16"]
 T = TypeVar("T")
 
+DEMO = "demo"  # the one model that goes by a name, not by its path
 MAX_SECONDS = 1e9  # of any time limit: more than anybody waits, and exact in a float
 
 
@@ -122,22 +123,49 @@ class StageConfig:
     output_modalities: Sequence[str] = ()
     vllm_config: Any = None  # AR stages: a VllmConfig, engine arguments or a dict of them
     dit_config: DiTConfig | None = None  # diffusion stages
-    cache_config: DiTCacheConfig | None = None  # overrides dit_config.cache_config
+    cache_config: DiTCacheConfig | None = None  # diffusion; overrides dit_config.cache_config
 
     def __post_init__(self) -> None:
         _check_choice("engine_type", self.engine_type, get_args(EngineType))
         _check_whole("stage_id", self.stage_id, 0)
-        if self.engine_type == "ar" and self.dit_config is not None:
+        if not isinstance(self.model_path, str) or not self.model_path:
+            raise ConfigError("model_path", self.model_path, "the path of a checkpoint, or demo")
+        for name in ("input_modalities", "output_modalities"):
+            object.__setattr__(self, name, _check_each(name, getattr(self, name), str))
+        if self.engine_type == "ar":
+            self._check_ar()
+        else:
+            self._check_diffusion()
+
+    def _check_ar(self) -> None:
+        if self.dit_config is not None:
             raise ConfigError("dit_config", self.dit_config, "an AR stage takes vllm_config")
-        if self.engine_type == "diffusion" and self.vllm_config is not None:
+        if self.cache_config is not None:
+            raise ConfigError("cache_config", self.cache_config, "an AR stage has no DiT cache")
+        # vLLM's own classes cannot be named here: this file is read where vLLM is not installed.
+        if isinstance(self.vllm_config, dict):
+            is_allowed = all(isinstance(key, str) for key in self.vllm_config)
+        else:
+            plain = (str, bytes, int, float, list, tuple, set)
+            is_allowed = not isinstance(self.vllm_config, plain)
+        if not is_allowed:
+            allowed = "a VllmConfig, engine arguments or a dict of them"
+            raise ConfigError("vllm_config", self.vllm_config, allowed)
+
+    def _check_diffusion(self) -> None:
+        if self.vllm_config is not None:
             raise ConfigError("vllm_config", self.vllm_config, "a diffusion stage takes dit_config")
+        if self.dit_config is not None:
+            _check_is("dit_config", self.dit_config, DiTConfig)
+        if self.cache_config is not None:
+            _check_is("cache_config", self.cache_config, DiTCacheConfig)
 
 
 @dataclass(frozen=True)
 class OmniConfig:
     """The whole system."""
 
-    model: str = setting("demo", "demo, or path of a checkpoint in diffusers layout")
+    model: str = setting(DEMO, "demo, or path of a checkpoint in diffusers layout")
     mode: Mode = setting(
         "embedded", "where stages run: embedded is in this process, process in one for each stage"
     )

@@ -8,6 +8,7 @@
     │   └── StageExecutionError        preparing, stepping or decoding this request failed
     └── EngineError                    the engine, not a request, is at fault
         ├── ConfigError                a setting that is not allowed (also a ValueError)
+        │   └── ConfigFileError        … in a file: with its name and line
         ├── ModelLoadError             the checkpoint is missing, broken or of an unknown kind
         ├── CacheAllocationError       a cache allocation does not fit its byte budget
         └── EngineDeadError            the engine or its workers are gone
@@ -62,6 +63,18 @@ class EngineError(Exception):
 
 class ConfigError(EngineError, _NotAllowedError):
     """A setting has a value that is not allowed."""
+
+
+class ConfigFileError(ConfigError):
+    """A setting in a file is not allowed, or the file cannot be read.
+
+    Args:
+        where: the file and, where one is to blame, the line: "stages.yaml:7".
+    """
+
+    def __init__(self, where: str, param: str, problem: str) -> None:
+        Exception.__init__(self, f"{where}: {problem}")
+        self.param = param
 
 
 class ModelLoadError(EngineError):

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from vllm_omni import envs
+from vllm_omni.config import DEMO
 
-DEMO = "demo"
 _SHIPPED = Path(__file__).parent.parent / "demo"
 
 
