@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from vllm_omni.config import DiTConfig, Mode, OmniConfig, StageConfig
 from vllm_omni.engine.coordinator import CrossEngineCoordinator
+from vllm_omni.engine.forkserver import start_forkserver
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.processor import OmniProcessor
 from vllm_omni.engine.stage_client import EmbeddedCore, StageClient
@@ -137,6 +138,8 @@ def _make_clients(config: OmniConfig) -> list[StageClient]:
         from vllm_omni.engine.core import OmniEngineCore
 
         return list(EmbeddedCore(OmniEngineCore(config.stage_configs)).clients.values())
+    # The server of processes imports vLLM while this process does.
+    start_forkserver()
     from vllm_omni.engine.process_client import start_stages
 
     return start_stages(config.stage_configs)

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import torch
+
 from vllm_omni.config import StageConfig
 from vllm_omni.engine.core import OmniEngineCore
 from vllm_omni.errors import DeadlineExceededError, EngineDeadError, InvalidParameterError
@@ -118,7 +120,7 @@ class EmbeddedCore:
             for stage_id, stage in core.stage_configs.items()
         }
         # The one thread is also the lock: between two steps it does what else is asked of it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-omni-core")
+        self._thread = ThreadPoolExecutor(1, "vllm-omni-core", _take_over_thread_count)
         self._stepping: asyncio.Task[None] | None = None
         self._is_shut_down = False
 
@@ -157,6 +159,11 @@ class EmbeddedCore:
             logger.exception("the engine failed")
             for client in self.clients.values():
                 client.fail(EngineDeadError(f"the engine failed: {type(error).__name__}: {error}"))
+
+
+def _take_over_thread_count() -> None:
+    """OpenMP has a thread count for each thread that uses it; vLLM's kernels insist on torch's."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 class EmbeddedStageClient(StageClient):

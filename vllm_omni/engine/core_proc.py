@@ -1,0 +1,296 @@
+"""`OmniEngineCoreProc`: a diffusion engine core in its own process, inside vLLM's machinery.
+
+`EngineCoreProc` brings the handshake, the socket threads, aborts, utility calls and shutdown; the
+engine core that it would make is replaced by ours through the order of its bases. A request rides
+in vLLM's `EngineCoreRequest` as the bytes of our own message; an output is vLLM's
+`EngineCoreOutput` with more fields.
+
+Seams, checked against vLLM 0.32.0: `EngineCoreProc` and what it calls of `EngineCore`;
+`EngineCoreRequest`, `EngineCoreOutput` and `EngineCoreOutputs`, extended at their ends.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterable
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from typing import Any
+
+import setproctitle
+import torch
+from vllm import PoolingParams
+from vllm.config import DeviceConfig, VllmConfig
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+)
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
+from vllm.v1.engine.utils import SignalCallback
+
+import vllm_omni.outputs as omni
+from vllm_omni.ar.rendering import describe
+from vllm_omni.config import DiTConfig
+from vllm_omni.diffusion.engine_core import DiffusionEngineCore
+from vllm_omni.diffusion.messages import DiffusionRequest
+from vllm_omni.errors import OmniRequestError
+from vllm_omni.models.registry import get_model_spec, load_class
+from vllm_omni.serial import MessageDecoder, encode
+
+_DIT_CONFIG = "dit_config"  # key in `VllmConfig.additional_config`
+_REQUEST = "request"  # key in `PoolingParams.extra_kwargs`
+
+
+class OmniEngineCoreOutput(
+    EngineCoreOutput,
+    array_like=True,  # type: ignore[call-arg]
+    omit_defaults=True,  # type: ignore[call-arg]
+    gc=False,  # type: ignore[call-arg]
+):
+    """vLLM's output with what pictures need; the order of fields is the format on the wire."""
+
+    error: omni.RequestError | None = None
+    output_type: str | None = None
+    output_metadata: dict[str, Any] = {}
+    additional_outputs: dict[str, torch.Tensor] = {}
+
+
+class OmniEngineCoreOutputs(
+    EngineCoreOutputs,
+    array_like=True,  # type: ignore[call-arg]
+    omit_defaults=True,  # type: ignore[call-arg]
+    gc=False,  # type: ignore[call-arg]
+):
+    """Reads also what vLLM itself sends: fields at the end that are not there have defaults."""
+
+    outputs: list[OmniEngineCoreOutput] = []  # type: ignore[assignment]
+
+
+_TO_VLLM = {
+    omni.FinishReason.STOP: VllmFinishReason.STOP,
+    omni.FinishReason.ABORT: VllmFinishReason.ABORT,
+    omni.FinishReason.ERROR: VllmFinishReason.ERROR,
+}
+_FROM_VLLM = {reason: ours for ours, reason in _TO_VLLM.items()}
+
+
+def to_wire(output: omni.EngineCoreOutput) -> OmniEngineCoreOutput:
+    reason = output.finish_reason
+    return OmniEngineCoreOutput(
+        request_id=output.request_id,
+        new_token_ids=output.new_token_ids,
+        pooling_output=output.pooling_output,
+        finish_reason=None if reason is None else _TO_VLLM[reason],
+        error=output.error,
+        output_type=output.output_type,
+        output_metadata=output.output_metadata,
+        additional_outputs=output.additional_outputs,
+    )
+
+
+def from_wire(output: OmniEngineCoreOutput) -> omni.EngineCoreOutput:
+    reason = output.finish_reason
+    return omni.EngineCoreOutput(
+        request_id=output.request_id,
+        new_token_ids=output.new_token_ids,
+        pooling_output=output.pooling_output,
+        finish_reason=None if reason is None else _FROM_VLLM[reason],
+        error=output.error,
+        output_type=output.output_type,
+        output_metadata=output.output_metadata,
+        additional_outputs=output.additional_outputs,
+    )
+
+
+def make_core_request(request: DiffusionRequest[Any]) -> EngineCoreRequest:
+    """A request in vLLM's envelope."""
+    return EngineCoreRequest(
+        request_id=request.request_id,
+        prompt_token_ids=None,
+        mm_features=None,
+        sampling_params=None,
+        # Bytes: tensors would not survive in a field without a type.
+        pooling_params=PoolingParams(task="plugin", extra_kwargs={_REQUEST: encode(request)}),
+        arrival_time=0.0,  # ours is in the message
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def make_core_config(dit_config: DiTConfig) -> VllmConfig:
+    """A config without a language model, that carries ours to the engine's process."""
+    return VllmConfig(
+        device_config=DeviceConfig(device="cpu"),  # the diffusion worker picks its device itself
+        additional_config={_DIT_CONFIG: dit_config},
+    )
+
+
+class DiffusionCoreInVllm(EngineCore):
+    """Our engine core, with the methods and attributes that `EngineCoreProc` uses of vLLM's."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        # Not super(): vLLM's would look for a language model and make a KV cache for it.
+        self.vllm_config = vllm_config
+        dit_config = vllm_config.additional_config[_DIT_CONFIG]
+        assert isinstance(dit_config, DiTConfig)
+        self.core = DiffusionEngineCore(dit_config)
+        self.scheduler = self.core.scheduler  # type: ignore[assignment]
+        self.step_fn = self.step
+        self.aborts_queue = queue.Queue()
+        self.batch_queue = None
+        self.check_for_draft_tokens = False
+        self._idle_state_callbacks = []
+        inputs_class = load_class(get_model_spec(dit_config.model).inputs)
+        self._decoder: MessageDecoder[DiffusionRequest[Any]] = MessageDecoder(
+            DiffusionRequest[inputs_class]  # type: ignore[valid-type]
+        )
+
+    def get_supported_tasks(self) -> tuple[Any, ...]:
+        return ("plugin",)
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Any, int]:
+        assert request.pooling_params is not None and request.pooling_params.extra_kwargs
+        omni_request = self._decoder.decode(request.pooling_params.extra_kwargs[_REQUEST])
+        omni_request.client_index = request.client_index
+        return omni_request, request.current_wave
+
+    def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        self._process_aborts_queue()
+        news, did_work = self.core.step()
+        return {
+            client: OmniEngineCoreOutputs(outputs=[to_wire(output) for output in of_client.outputs])
+            for client, of_client in news.items()
+        }, did_work
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        self.core.abort_requests(request_ids)
+
+    def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        return self.core.executor.collective_rpc(method, *args)
+
+    def shutdown(self) -> None:
+        self.core.shutdown()
+
+
+class OmniEngineCoreProc(EngineCoreProc, DiffusionCoreInVllm):
+    """A diffusion engine core behind vLLM's sockets.
+
+    The order of the bases makes `EngineCoreProc.__init__` build our core, not a language model's.
+    """
+
+    def add_request(self, request: DiffusionRequest[Any], request_wave: int = 0) -> None:  # type: ignore[override]
+        try:
+            self.core.add_request(request)
+        except OmniRequestError as error:
+            output = OmniEngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=VllmFinishReason.ERROR,
+                error=omni.RequestError.from_exception(error),
+            )
+            self.output_queue.put_nowait(
+                (request.client_index, OmniEngineCoreOutputs(outputs=[output]))
+            )
+
+    def _make_ready_response(self) -> EngineCoreReadyResponse:
+        # Of a language model, all of it; our client does not read it.
+        return EngineCoreReadyResponse(
+            max_model_len=0,
+            num_gpu_blocks=0,
+            block_size=0,
+            dp_stats_address=None,
+            dtype="",
+            vllm_version="",
+            world_size=1,
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_rank=0,
+            max_num_seqs=0,
+            max_num_batched_tokens=0,
+            instance_id="",
+            supports_lora=False,
+            max_loras=0,
+        )
+
+    def _handle_shutdown(self) -> bool:
+        """Whether to go on; requests that are left are aborted, which takes one more step."""
+        if self.shutdown_state == EngineShutdownState.REQUESTED:
+            self.core.abort_requests(list(self.core.scheduler.requests))
+            self.shutdown_state = EngineShutdownState.SHUTTING_DOWN
+        return self.is_running() or self.core.has_requests()
+
+
+def run_core_proc(
+    core_class: type[EngineCoreProc], title: str, failure: Connection, **kwargs: Any
+) -> None:
+    """The main function of a stage's process, AR or diffusion.
+
+    vLLM's own, `run_engine_core`, makes no other class than its own, and does not say why a start
+    failed; otherwise the two do the same.
+
+    Args:
+        failure: takes what went wrong, in words, if the core cannot start.
+        kwargs: of the core class.
+    """
+    setproctitle.setproctitle(title)
+    _end_with_parent()
+    is_asked_to_stop = threading.Event()
+    core: EngineCoreProc | None = None
+    wake_up: SignalCallback | None = None
+
+    def stop(signum: int, frame: Any) -> None:
+        is_asked_to_stop.set()
+        if core is not None:
+            core.shutdown_state = EngineShutdownState.REQUESTED
+        if wake_up is not None:
+            wake_up.trigger()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    try:
+        core = core_class(**kwargs)
+    except Exception as error:
+        failure.send_bytes(describe(error).encode())
+        raise
+    queue_of_core = core.input_queue
+    wake_up = SignalCallback(
+        lambda: queue_of_core.put_nowait((EngineCoreRequestType.WAKEUP, None))
+    )
+    if is_asked_to_stop.is_set():
+        core.shutdown_state = EngineShutdownState.REQUESTED
+    try:
+        core.run_busy_loop()
+    except Exception:
+        core._send_engine_dead()
+        raise
+    finally:
+        wake_up.stop()
+        core.shutdown()
+
+
+def _end_with_parent() -> None:
+    """Do not outlive a parent that was killed."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
