@@ -64,7 +64,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     error: RequestError | None = None
     output_type: str | None = None  # "image", "latents", "hidden_states"
     output_metadata: dict[str, Any] = {}  # step, num_steps; sizes
-    additional_outputs: dict[str, Tensor] = {}  # "latents", "mask"
+    additional_outputs: dict[str, Tensor] = {}  # "latents", "mask"; "preview" with progress
 
     @property
     def finished(self) -> bool:

@@ -51,6 +51,7 @@ class QwenImageInputProcessor:
             seed=params.seed,
             sigmas=params.sigmas,
             output_mode=params.output_mode,
+            preview_every=params.preview_every or 0,
         )
 
     def process_text(self, prompt: str, params: DiffusionParams) -> QwenImageCustomInputs:
