@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,17 @@ def run_engine(
     arrivals: Sequence[int] | None = None,
 ) -> list[EngineCoreOutput]:
     """The final output of each request, added before the step of its arrival."""
+    return [outputs[-1] for outputs in watch_engine(core, inputs, arrivals)]
+
+
+def watch_engine(
+    core: DiffusionEngineCore,
+    inputs: Sequence[QwenImageCustomInputs],
+    arrivals: Sequence[int] | None = None,
+) -> list[list[EngineCoreOutput]]:
+    """All outputs of each request, in order; the last is the final one."""
     arrivals = arrivals or [0] * len(inputs)
-    finals: dict[str, EngineCoreOutput] = {}
+    watched: dict[str, list[EngineCoreOutput]] = defaultdict(list)
     for step in range(10_000):
         for index, arrival in enumerate(arrivals):
             if arrival == step:
@@ -83,10 +93,19 @@ def run_engine(
         news, _ = core.step()
         for outputs in news.values():
             for output in outputs.outputs:
-                if output.finished:
-                    assert output.request_id not in finals, "ended twice"
-                    finals[output.request_id] = output
-    return [finals[str(index)] for index in range(len(inputs))]
+                watched[output.request_id].append(output)
+    for seen in watched.values():
+        assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
+    return [watched[str(index)] for index in range(len(inputs))]
+
+
+def previews_of(outputs: Sequence[EngineCoreOutput]) -> dict[int, Tensor]:
+    """The previews of one request, by the step that gave them."""
+    return {
+        output.output_metadata["step"]: output.additional_outputs["preview"]
+        for output in outputs
+        if "preview" in output.additional_outputs
+    }
 
 
 def latents_of(output: EngineCoreOutput) -> Tensor:
@@ -107,10 +126,18 @@ def draw_stock(
     pipeline: Any, case: Case, noise: Tensor | None = None
 ) -> tuple[Tensor, np.ndarray[Any, Any]]:
     """Latents [tokens, channels] and pixels [H, W, 3] of diffusers' own pipeline."""
-    last: dict[str, Tensor] = {}
+    latents, pixels = draw_stock_steps(pipeline, case, noise)
+    return latents[-1], pixels
+
+
+def draw_stock_steps(
+    pipeline: Any, case: Case, noise: Tensor | None = None
+) -> tuple[list[Tensor], np.ndarray[Any, Any]]:
+    """The latents after every step, and the pixels."""
+    latents: list[Tensor] = []
 
     def keep(_: Any, __: int, ___: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        last.update(tensors)
+        latents.append(tensors["latents"][0])
         return tensors
 
     [image] = pipeline(
@@ -125,4 +152,4 @@ def draw_stock(
         callback_on_step_end=keep,
         callback_on_step_end_tensor_inputs=["latents"],
     ).images
-    return last["latents"][0], np.asarray(image).astype(int)
+    return latents, np.asarray(image).astype(int)

@@ -24,6 +24,7 @@ class StubInputs:
     num_steps: int = 4
     num_tokens: int = 10
     output_type: str = "image"
+    preview_every: int = 0
 
 
 StubRequest = DiffusionRequest[StubInputs]

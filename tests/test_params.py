@@ -29,6 +29,10 @@ REFUSALS: list[tuple[str, Any, str]] = [
         for value in (0, -1, 1001, 10**400, 20.0, "20", True, NAN)
     ],
     *[
+        ("preview_every", value, "a whole number from 1 to 1000")
+        for value in (0, -1, 1001, 10**400, 1.5, 2.0, "2", True, NAN)
+    ],
+    *[
         ("num_outputs_per_prompt", value, "a whole number from 1 to 128")
         for value in (0, -1, 129, 1.0, "1", True, None)
     ],
@@ -59,7 +63,6 @@ REFUSALS: list[tuple[str, Any, str]] = [
             ("images", "cat.png"),
             ("mask", "mask.png"),
             ("strength", 0.5),
-            ("preview_every", 2),
             ("cache", "on"),
             ("lora", False),
         )
@@ -130,6 +133,8 @@ def test_unknown_parameter() -> None:
         ("num_inference_steps", 1),
         ("num_inference_steps", 1000),
         ("num_outputs_per_prompt", 128),
+        ("preview_every", 1),
+        ("preview_every", 1000),
         ("seed", 0),
         ("seed", MAX_SEED),
         ("priority", -(2**31)),

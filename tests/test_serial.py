@@ -133,6 +133,7 @@ def test_step_crosses_to_a_worker_and_back() -> None:
         seed=2**63 - 1,
         sigmas=(1.0, 0.5, 0.1),
         output_mode=OutputMode.PIXELS_AND_MASK,
+        preview_every=2,
     )
     step = DiffusionSchedulerOutput(
         scheduled_new_reqs=[NewRequestData("a", inputs)],
@@ -152,11 +153,13 @@ def test_step_crosses_to_a_worker_and_back() -> None:
 
     output = DiffusionModelRunnerOutput(
         num_computed_steps={"a": 1},
+        previews={"a": torch.arange(12, dtype=torch.uint8).view(3, 2, 2)},
         results={"c": RequestResult(torch.zeros(3), {"mask": torch.ones(2, dtype=torch.uint8)})},
         errors={"d": RequestError("StageExecutionError", "it broke")},
         model_time=0.5,
     )
     back = MessageDecoder(DiffusionModelRunnerOutput).decode(encode(output))
+    assert torch.equal(back.previews["a"], output.previews["a"])
     assert torch.equal(back.results["c"].pooling_output, torch.zeros(3))
     assert back.results["c"].additional_outputs["mask"].tolist() == [1, 1]
     assert (back.num_computed_steps, back.errors) == (output.num_computed_steps, output.errors)

@@ -65,7 +65,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     error: RequestError | None = None
     output_type: str | None = None  # "text", "hidden_states", "image", "latents"
     output_metadata: dict[str, Any] = {}  # step, num_steps, queue_time
-    additional_outputs: dict[str, Tensor] = {}  # "latents", "mask", "preview"
+    additional_outputs: dict[str, Tensor] = {}  # "latents", "mask"; "preview" with progress
     request_output: Any = None  # vLLM's, of text; made on the client's side, crosses no process
 
     @property

@@ -18,7 +18,7 @@ MAX_STEPS = 1000
 MAX_OUTPUTS_PER_PROMPT = 128
 MAX_SEED = 2**63 - 1
 
-_NOT_YET = ("images", "mask", "strength", "preview_every", "cache", "lora")
+_NOT_YET = ("images", "mask", "strength", "cache", "lora")
 
 
 class OutputMode(StrEnum):
@@ -56,6 +56,8 @@ class DiffusionParams:
     negative_prompt: str | None = None  # guidance is on when this is given and true_cfg_scale > 1
     num_outputs_per_prompt: int = 1  # output i is drawn with seed + i
     output_mode: OutputMode = OutputMode.PIXELS
+    # A preview after every that many steps; the last step gives the picture itself, no preview.
+    preview_every: int | None = None
 
     # how to sample
     num_inference_steps: int | None = None
@@ -72,7 +74,6 @@ class DiffusionParams:
     images: Any = None
     mask: Any = None
     strength: float | None = None
-    preview_every: int | None = None
     cache: Any = None
     lora: Any = None
 
@@ -87,6 +88,8 @@ class DiffusionParams:
                 _check_side(name, getattr(self, name))
         self._check_sampling()
         _check_int("num_outputs_per_prompt", self.num_outputs_per_prompt, 1, MAX_OUTPUTS_PER_PROMPT)
+        if self.preview_every is not None:
+            _check_int("preview_every", self.preview_every, 1, MAX_STEPS)
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         if self.deadline is not None:
             allowed = f"a number of seconds above 0, at most {MAX_SECONDS:.0f}"

@@ -10,7 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_omni.diffusion.decode_manager import ParallelDecodeManager, to_uint8
+from vllm_omni.diffusion.decode_manager import (
+    ParallelDecodeManager,
+    shrink_latents,
+    to_uint8,
+)
 
 
 @dataclass
@@ -69,6 +73,64 @@ def test_nothing_to_decode() -> None:
     decoder = SmallDecoder()
     assert ParallelDecodeManager(decoder).batch_decode_latents([]) == []
     assert decoder.batch_shapes == []
+
+
+# --- previews ---
+
+
+@pytest.mark.parametrize(
+    ("size", "small"),
+    [
+        ((32, 32), (16, 16)),
+        ((64, 48), (32, 24)),  # 512 x 384 pixels, the largest that are only halved
+        ((10, 26), (5, 13)),  # 80 x 208 pixels
+        ((66, 34), (32, 16)),
+        ((96, 128), (24, 32)),
+        ((130, 1000), (4, 32)),
+        ((2, 2), (1, 1)),
+        ((2, 1024), (1, 32)),
+        ((1024, 2), (32, 1)),
+        ((3, 1), (2, 1)),
+    ],
+)
+def test_size_of_a_preview(size: tuple[int, int], small: tuple[int, int]) -> None:
+    latents = torch.full((4, 1, *size), 0.5)
+    latents[1] = -2.0
+    expected = torch.full((4, 1, *small), 0.5)
+    expected[1] = -2.0
+    torch.testing.assert_close(shrink_latents(latents), expected)
+
+
+@pytest.mark.parametrize(("side", "factor"), [(64, 2), (96, 3), (128, 4)])
+def test_a_preview_is_the_average_of_what_it_covers(side: int, factor: int) -> None:
+    latents = torch.randn(4, 1, side, side, generator=torch.Generator().manual_seed(0))
+    size = side // factor
+    blocks = latents.view(4, 1, size, factor, size, factor)
+    torch.testing.assert_close(shrink_latents(latents), blocks.mean(dim=(3, 5)))
+
+
+def test_nothing_is_left_out_of_a_preview_whose_sides_do_not_divide() -> None:
+    latents = torch.arange(70.0).view(1, 1, 1, 70).expand(1, 1, 7, 70)
+    [row, *others] = shrink_latents(latents)[0, 0]
+    assert (row[0], row[-1]) == (1.0, 68.0)  # of 0 to 2 and 67 to 69
+    assert torch.all(row[1:] > row[:-1])
+    assert row.mean() == pytest.approx(34.5)
+    assert all(torch.equal(other, row) for other in others)
+
+
+def test_previews_of_equal_size_share_a_decode_and_keep_their_order() -> None:
+    decoder = SmallDecoder()
+    sizes = [(4, 4), (2, 8), (4, 4), (128, 128), (64, 64)]
+    previews = ParallelDecodeManager(decoder).batch_decode_previews(
+        [create_latents(height, width, level) for level, (height, width) in enumerate(sizes)]
+    )
+    assert decoder.batch_shapes == [(2, 4, 1, 2, 2), (1, 4, 1, 1, 4), (2, 4, 1, 32, 32)]
+    for level, (height, width) in enumerate([(4, 4), (2, 8), (4, 4), (64, 64), (64, 64)]):
+        expected = torch.full((3, height, width), level, dtype=torch.uint8)
+        assert torch.equal(previews[level], expected)
+
+
+# --- levels and masks ---
 
 
 def to_pil_levels(images: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""One request's trouble is its own: preparing, stepping and decoding, alone and in a batch."""
+"""One request's trouble is its own: preparing, stepping and decoding, alone and in a batch.
+
+Previews come when they are due, and change nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from tests.drawing import (
     inputs_of,
     latents_of,
     load_tokenizer,
+    previews_of,
     run_engine,
+    watch_engine,
 )
 from vllm_omni.config import DiTCacheConfig, DiTConfig
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
@@ -91,25 +96,51 @@ def test_a_request_that_cannot_be_decoded(engine_core: MakeEngineCore) -> None:
 class FaultyAdapter(QwenImageRunnerAdapter):
     """Fails as a kernel would: the whole batch, whenever the poisoned request is in it."""
 
+    def preview(self, states: Sequence[QwenImageState], stepped: Sequence[Tensor]) -> list[Tensor]:
+        if any(s.inputs.seed == POISON_SEED for s in states):
+            raise RuntimeError("preview exploded")
+        return super().preview(states, stepped)
+
     def step(self, states: Sequence[QwenImageState]) -> list[Tensor]:
         if any(s.inputs.seed == POISON_SEED and s.num_computed_steps == 1 for s in states):
             raise RuntimeError("kernel exploded")
         return super().step(states)
 
 
-def test_a_step_that_fails(checkpoint: MakeCheckpoint) -> None:
+def create_core(
+    checkpoint: MakeCheckpoint, adapter_class: type[QwenImageRunnerAdapter]
+) -> DiffusionEngineCore:
     config = DiTConfig(model=str(checkpoint(0)), device="cpu")
     executor = UniProcDiffusionExecutor(config)
     worker = executor.worker
-    worker.model_runner.adapter = FaultyAdapter(
+    worker.model_runner.adapter = adapter_class(
         worker.pipeline_manager, worker.cache_manager, config
     )
-    core = DiffusionEngineCore(config, executor)
+    return DiffusionEngineCore(config, executor)
+
+
+def test_a_step_that_fails(checkpoint: MakeCheckpoint) -> None:
+    core = create_core(checkpoint, FaultyAdapter)
     guilty = inputs_of(GOOD, load_tokenizer(core), seed=POISON_SEED)
     output = assert_only_the_guilty_fails(core, guilty)
     assert output.error is not None
     assert output.error.type == "StageExecutionError"
     assert output.error.message == "RuntimeError: kernel exploded"
+
+
+def test_a_preview_that_fails(checkpoint: MakeCheckpoint) -> None:
+    core = create_core(checkpoint, FaultyAdapter)
+    tokenizer = load_tokenizer(core)
+    good = inputs_of(GOOD, tokenizer, preview_every=1)
+    expected = previews_of(watch_engine(core, [good])[0])
+    guilty = inputs_of(GOOD, tokenizer, preview_every=1, seed=POISON_SEED)
+    output = assert_only_the_guilty_fails(core, guilty)
+    assert output.error is not None
+    assert output.error.message == "RuntimeError: preview exploded"
+
+    [news, failed] = watch_engine(core, [good, guilty])
+    assert [output.finish_reason for output in failed] == [FinishReason.ERROR]
+    assert_same_previews(previews_of(news), expected)
 
 
 def test_a_cache_too_small_for_one_more_request(checkpoint: MakeCheckpoint) -> None:
@@ -123,6 +154,110 @@ def test_a_cache_too_small_for_one_more_request(checkpoint: MakeCheckpoint) -> N
     assert output.error is not None
     assert "CacheAllocationError" in output.error.message
     assert "max_cache_size=100000" in output.error.message
+
+
+# --- previews ---
+
+
+def assert_same_previews(previews: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
+    """Up to one level: in other company, the last bits of the latents are others."""
+    assert list(previews) == list(expected)
+    for step, preview in previews.items():
+        assert preview.dtype == torch.uint8
+        assert (preview.int() - expected[step].int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "preview_every", "expected"),
+    [
+        (7, 1, [1, 2, 3, 4, 5, 6]),
+        (7, 3, [3, 6]),
+        (6, 3, [3]),  # the last step gives the picture
+        (4, 4, []),
+        (4, 1000, []),
+        (1, 1, []),
+        (4, 0, []),
+    ],
+)
+def test_previews_come_every_k_steps_but_not_at_the_last(
+    engine_core: MakeEngineCore, num_steps: int, preview_every: int, expected: list[int]
+) -> None:
+    core = engine_core(0)
+    case = Case("a red cat", 64, 96, num_steps, None, seed=1)
+    inputs = inputs_of(case, load_tokenizer(core), preview_every=preview_every)
+    [news] = watch_engine(core, [inputs])
+    assert [output.output_metadata["step"] for output in news] == list(range(1, num_steps + 1))
+    previews = previews_of(news)
+    assert list(previews) == expected
+    assert all(preview.shape == (3, 32, 48) for preview in previews.values())
+    assert len({bytes(preview.numpy()) for preview in previews.values()}) == len(expected)
+
+
+def test_previews_do_not_change_the_picture(engine_core: MakeEngineCore) -> None:
+    core = engine_core(0)
+    tokenizer = load_tokenizer(core)
+    cases = [GOOD, OTHER, Case("a dog", 80, 208, 5, None, seed=3)]
+    plain = run_engine(core, [inputs_of(case, tokenizer) for case in cases])
+    watched = run_engine(core, [inputs_of(case, tokenizer, preview_every=1) for case in cases])
+    for output, expected in zip(watched, plain, strict=True):
+        assert torch.equal(latents_of(output), latents_of(expected))
+        assert output.pooling_output is not None and expected.pooling_output is not None
+        assert torch.equal(output.pooling_output, expected.pooling_output)
+        assert set(output.additional_outputs) == {"latents"}
+
+
+def test_previews_in_mixed_company(engine_core: MakeEngineCore) -> None:
+    core = engine_core(0)
+    tokenizer = load_tokenizer(core)
+    good, often, other = (
+        inputs_of(GOOD, tokenizer, preview_every=2),
+        inputs_of(OTHER, tokenizer, preview_every=1, output_mode=OutputMode.LATENTS),
+        inputs_of(OTHER, tokenizer, seed=3),
+    )
+    alone = [watch_engine(core, [inputs])[0] for inputs in (good, other, often)]
+    together = watch_engine(core, [good, other, often], arrivals=[0, 0, 1])
+    assert [list(previews_of(news)) for news in together] == [[2], [], [1, 2, 3]]
+    for news, expected in zip(together, alone, strict=True):
+        assert_same_previews(previews_of(news), previews_of(expected))
+
+
+def test_previews_of_the_smallest_picture(engine_core: MakeEngineCore) -> None:
+    core = engine_core(0)
+    case = Case("a red cat", 16, 16, 2, None, seed=1)
+    [news] = watch_engine(core, [inputs_of(case, load_tokenizer(core), preview_every=1)])
+    assert {step: preview.shape for step, preview in previews_of(news).items()} == {1: (3, 8, 8)}
+
+
+class CountingAdapter(QwenImageRunnerAdapter):
+    """Notes the latents of every call of the VAE."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.decoded: list[tuple[int, ...]] = []
+
+    def _decode_vae(self, latents: Tensor) -> Tensor:
+        self.decoded.append(tuple(latents.shape))
+        return super()._decode_vae(latents)
+
+
+def test_previews_of_a_step_share_a_decode_and_others_cost_nothing(
+    checkpoint: MakeCheckpoint,
+) -> None:
+    core = create_core(checkpoint, CountingAdapter)
+    assert isinstance(core.executor, UniProcDiffusionExecutor)
+    adapter = core.executor.worker.model_runner.adapter
+    assert isinstance(adapter, CountingAdapter)
+    case = Case("a red cat", 64, 96, 4, None, seed=1)
+    inputs = [
+        inputs_of(case, load_tokenizer(core), preview_every=preview_every)
+        for preview_every in (2, 1, 0)
+    ]
+    run_engine(core, inputs)
+    small, large = (16, 1, 4, 6), (16, 1, 8, 12)
+    assert adapter.decoded == [(1, *small), (2, *small), (1, *small), (3, *large)]
+
+
+# --- ends and modes ---
 
 
 def test_abort_frees_everything(engine_core: MakeEngineCore) -> None:

@@ -14,6 +14,7 @@ from diffusers import QwenImagePipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
 from tests.drawing import (
     Case,
@@ -21,11 +22,14 @@ from tests.drawing import (
     MakeEngineCore,
     MakeStock,
     draw_stock,
+    draw_stock_steps,
     inputs_of,
     latents_of,
     load_tokenizer,
     pixels_of,
+    previews_of,
     run_engine,
+    watch_engine,
 )
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
@@ -156,6 +160,58 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers(
         their_error = (theirs.float() - exact).norm()
         assert our_error <= 1.1 * their_error
         assert (latents_of(output) - theirs.float()).norm() <= 0.2 * their_error
+
+
+# --- previews ---
+
+
+def decode_small(pipeline: Any, latents: Tensor, case: Case) -> np.ndarray[Any, Any]:
+    """Latents [tokens, channels] averaged over 2 x 2, to [3, h, w] by diffusers' own VAE."""
+    unpacked = pipeline._unpack_latents(latents[None], case.height, case.width, 8)
+    small = avg_pool2d(unpacked[:, :, 0], 2).unsqueeze(2)
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (pipeline.vae.config.latents_mean, pipeline.vae.config.latents_std)
+    )
+    with torch.no_grad():
+        image = pipeline.vae.decode(small * std + mean, return_dict=False)[0][:, :, 0]
+    [pixels] = pipeline.image_processor.postprocess(image, output_type="np")
+    return (pixels * 255).round().astype(int).transpose(2, 0, 1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_previews_are_what_the_steps_of_diffusers_lead_to(
+    engine_core: MakeEngineCore, stock: MakeStock, seed: int
+) -> None:
+    core, pipeline = engine_core(seed), stock(seed)
+    batch = [Case("a red cat", 128, 96, 7, 4.0, seed=1), Case("a dog", 80, 208, 5, None, seed=2)]
+    inputs = [inputs_of(case, load_tokenizer(core), preview_every=2) for case in batch]
+    for outputs, case in zip(watch_engine(core, inputs), batch, strict=True):
+        latents, _ = draw_stock_steps(pipeline, case)
+        sigmas = pipeline.scheduler.sigmas.tolist()
+        previews = previews_of(outputs)
+        assert list(previews) == list(range(2, case.num_steps, 2))
+        for step, preview in previews.items():
+            before, after = latents[step - 2], latents[step - 1]
+            num_such_steps = sigmas[step - 1] / (sigmas[step - 1] - sigmas[step])  # to level 0
+            end = before + num_such_steps * (after - before)
+            expected = decode_small(pipeline, end, case)
+            assert np.abs(preview.numpy().astype(int) - expected).max() <= PIXELS_TOLERANCE
+
+
+def test_previews_come_nearer_to_the_picture(engine_core: MakeEngineCore, stock: MakeStock) -> None:
+    """Random weights do not draw the same in small and in large: compared is small with small."""
+    core = engine_core(0)
+    case = Case("a red cat", 80, 208, 10, 4.0, seed=1)
+    [outputs] = watch_engine(core, [inputs_of(case, load_tokenizer(core), preview_every=1)])
+    picture = decode_small(stock(0), latents_of(outputs[-1]), case)
+    differences = [
+        np.abs(preview.numpy().astype(int) - picture).mean()
+        for preview in previews_of(outputs).values()
+    ]
+    assert len(differences) == 9
+    assert differences[-1] <= 3
+    assert differences[0] >= 15
 
 
 # --- controls: the comparison above notices small mistakes ---

@@ -1,6 +1,10 @@
-"""The schedule, guidance and Euler step are those of the stock pipeline, to the last bit."""
+"""The schedule, guidance and Euler step are those of the stock pipeline, to the last bit.
+
+The estimate of the end is exact where the flow is straight.
+"""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_omni.diffusion.sampling import euler_step, guide, make_sigmas
+from vllm_omni.diffusion.sampling import estimate_final, euler_step, guide, make_sigmas
 
 # scheduler/scheduler_config.json of Qwen/Qwen-Image
 QWEN_IMAGE: dict[str, Any] = {
@@ -198,3 +202,33 @@ def test_every_token_steps_between_its_own_sigmas() -> None:
     stepped = euler_step(latents, velocity, sigma, sigma_next)
     assert torch.equal(stepped[:5], latents[:5] - 0.25 * velocity[:5])
     assert torch.equal(stepped[5:], latents[5:] - 0.5 * velocity[5:])
+
+
+# --- estimate of the end ---
+
+
+def test_estimate_goes_straight_on() -> None:
+    before, after = torch.tensor([8.0, 1.0]), torch.tensor([6.0, 1.5])
+    # From 0.75 to 0.5 the latents move by (-2, 0.5): twice as far is left to 0.
+    estimate = estimate_final(before, after, 0.75, 0.5)
+    assert estimate.tolist() == [2.0, 2.5]
+
+
+@pytest.mark.parametrize("num_steps", [2, 5, 12, 50])
+def test_estimate_of_a_straight_flow_is_its_end_at_every_step(num_steps: int) -> None:
+    noise, end = draw_tokens(0), draw_tokens(1)
+    sigmas = make_sigmas(QWEN_IMAGE, num_steps, 12)
+    latents = noise
+    for sigma, sigma_next in pairwise(sigmas):
+        stepped = euler_step(latents, noise - end, sigma, sigma_next)
+        estimate = estimate_final(latents, stepped, sigma.item(), sigma_next.item())
+        torch.testing.assert_close(estimate, end, atol=1e-4, rtol=0)
+        latents = stepped
+    assert torch.equal(estimate, stepped)  # the last step arrives
+
+
+def test_estimate_where_float32_cannot_tell_two_noise_levels_apart() -> None:
+    sigma, sigma_next, _ = make_sigmas(QWEN_IMAGE, 2, 256, (1.0, 1 - 1e-9)).tolist()
+    assert sigma == sigma_next == 1.0
+    latents = draw_tokens(0)
+    assert torch.equal(estimate_final(latents, latents.clone(), sigma, sigma_next), latents)

@@ -192,6 +192,26 @@ def test_additional_outputs_reach_the_client() -> None:
     assert news[0].outputs[0].additional_outputs["latents"] is latents
 
 
+def test_preview_comes_with_the_progress_of_its_step() -> None:
+    scheduler = create_scheduler()
+    add_requests(scheduler, [create_request("a"), create_request("b"), create_request("gone")])
+    preview = torch.arange(12, dtype=torch.uint8).view(3, 2, 2)
+    step = scheduler.schedule()
+    scheduler.finish_requests(["gone"], FinishReason.ABORT)
+    news = scheduler.update_from_output(
+        step,
+        DiffusionModelRunnerOutput(
+            num_computed_steps={"a": 1, "b": 1, "gone": 1},
+            previews={"a": preview, "gone": preview},
+        ),
+    )
+    gone, a, b = news[0].outputs
+    assert a.additional_outputs["preview"] is preview
+    assert (a.request_id, a.finished, a.output_metadata["step"]) == ("a", False, 1)
+    assert (b.request_id, b.additional_outputs) == ("b", {})
+    assert (gone.request_id, gone.additional_outputs) == ("gone", {})
+
+
 def test_each_client_gets_its_own_news() -> None:
     scheduler, model = create_scheduler(max_num_seqs=3), StubModel(fail_at={"failing": 1})
     add_requests(

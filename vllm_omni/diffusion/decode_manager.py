@@ -1,4 +1,4 @@
-"""`ParallelDecodeManager`: finished latents to pixels, in batches."""
+"""`ParallelDecodeManager`: latents to pixels, in batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+PREVIEW_SIDE = 32
+"""Longer side of a preview's latents, at most: 256 pixels, as VAEs enlarge 8 times."""
 
 
 class ParallelDecodeManager:
@@ -34,11 +38,23 @@ class ParallelDecodeManager:
                 images.update(zip(batch, to_uint8(decoded).cpu(), strict=True))
         return [images[index] for index in range(len(latents_batch))]
 
+    def batch_decode_previews(self, latents_batch: Sequence[Tensor]) -> list[Tensor]:
+        """The same in small: a quarter of the latents to decode, or fewer."""
+        return self.batch_decode_latents([shrink_latents(latents) for latents in latents_batch])
+
     def apply_masks_batch(self, images: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
         """Pictures [3, H, W] uint8 with masks [H, W] uint8 as their alpha channel: [4, H, W]."""
         return [
             torch.cat((image, mask.unsqueeze(0))) for image, mask in zip(images, masks, strict=True)
         ]
+
+
+def shrink_latents(latents: Tensor) -> Tensor:
+    """[channels, 1, h, w] averaged over 2 x 2, or more where `PREVIEW_SIDE` asks for it."""
+    height, width = latents.shape[-2:]
+    factor = max(2, max(height, width) / PREVIEW_SIDE)
+    size = (max(1, round(height / factor)), max(1, round(width / factor)))
+    return adaptive_avg_pool2d(latents, size)
 
 
 def to_uint8(images: Tensor) -> Tensor:

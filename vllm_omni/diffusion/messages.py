@@ -29,6 +29,10 @@ class CustomInputs(Protocol):
     def output_type(self) -> str:
         """What the finished request's main tensor is."""
 
+    @property
+    def preview_every(self) -> int:
+        """Steps from one preview to the next; 0: none."""
+
 
 InputsT = TypeVar("InputsT", bound=CustomInputs)
 
@@ -71,6 +75,7 @@ class DiffusionModelRunnerOutput(msgspec.Struct, kw_only=True):
     """What one step did: each scheduled request is in `num_computed_steps` or in `errors`."""
 
     num_computed_steps: dict[str, int] = {}  # request id -> steps done so far
+    previews: dict[str, Tensor] = {}  # request id -> picture [3, h, w] uint8, where one was due
     results: dict[str, RequestResult] = {}  # request id -> tensors, once decoded
     errors: dict[str, RequestError] = {}
     model_time: float = 0.0  # seconds in text encoder, transformer and VAE
@@ -78,6 +83,7 @@ class DiffusionModelRunnerOutput(msgspec.Struct, kw_only=True):
     def merge(self, other: DiffusionModelRunnerOutput) -> None:
         """Add what another worker did in the same step."""
         self.num_computed_steps.update(other.num_computed_steps)
+        self.previews.update(other.previews)
         self.results.update(other.results)
         self.errors.update(other.errors)
         self.model_time = max(self.model_time, other.model_time)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from vllm_omni.diffusion.cache_manager import DiTCacheManager
 from vllm_omni.diffusion.messages import (
@@ -51,8 +52,9 @@ class DiffusionModelRunner:
         for new_request in scheduler_output.scheduled_new_reqs:
             self._prepare(new_request, output)
 
-        # 2. One step for all. The order of rows does not change from step to step, whatever the
-        #    order of scheduling was, so an unchanged batch is packed once.
+        # 2. One step for all, with a preview where one is due. The order of rows does not change
+        #    from step to step, whatever the order of scheduling was, so an unchanged batch is
+        #    packed once.
         request_ids = [id for id in scheduler_output.num_scheduled_steps if id in self.states]
         request_ids.sort(key=lambda request_id: self.states[request_id].row)
         self._step([id for id in request_ids if self.states[id].num_steps > 0], output)
@@ -83,34 +85,50 @@ class DiffusionModelRunner:
 
     def _step(self, request_ids: list[str], output: DiffusionModelRunnerOutput) -> None:
         stepped = self._call_isolated(self.adapter.step, request_ids, output)
+        self._fail_where_not_finite(stepped, output)
+        # A preview looks along the step, so it comes before the latents move on.
+        due = [id for id in stepped if id in self.states and self._is_preview_due(id)]
+        output.previews = self._call_isolated(self.adapter.preview, due, output, stepped)
+        for request_id, latents in stepped.items():
+            if (state := self.states.get(request_id)) is not None:  # it has not failed
+                state.latents.copy_(latents)
+                state.num_computed_steps += 1
+                output.num_computed_steps[request_id] = state.num_computed_steps
+
+    def _fail_where_not_finite(
+        self, stepped: Mapping[str, Tensor], output: DiffusionModelRunnerOutput
+    ) -> None:
         if not stepped:
             return
         # A sum is finite if all its terms are; one transfer from the device for all requests.
         finite = torch.stack([x.sum() for x in stepped.values()]).isfinite().tolist()
-        for (request_id, latents), is_finite in zip(stepped.items(), finite, strict=True):
-            state = self.states[request_id]
+        for request_id, is_finite in zip(stepped, finite, strict=True):
             if not is_finite:
+                state = self.states[request_id]
                 step = state.num_computed_steps + 1
                 error = StageExecutionError(
                     f"step {step} of {state.num_steps} gave latents that are not finite numbers"
                 )
                 self._fail(request_id, error, output)
-                continue
-            state.latents.copy_(latents)
-            state.num_computed_steps += 1
-            output.num_computed_steps[request_id] = state.num_computed_steps
 
     def _call_isolated(
         self,
-        call: Callable[[Sequence[Any]], list[R]],
+        call: Callable[..., list[R]],
         request_ids: list[str],
         output: DiffusionModelRunnerOutput,
+        *arguments: Mapping[str, Any],
     ) -> dict[str, R]:
-        """Call for all requests at once; if that fails, for each alone."""
+        """Call for all requests at once; if that fails, for each alone.
+
+        Args:
+            call: takes the states of requests, and a list for each of `arguments`.
+            arguments: by request id.
+        """
         if not request_ids:
             return {}
         try:
-            results = call([self.states[request_id] for request_id in request_ids])
+            columns = [[by_id[id] for id in request_ids] for by_id in (self.states, *arguments)]
+            results = call(*columns)
         except Exception as error:
             if len(request_ids) == 1:
                 self._fail(request_ids[0], error, output)
@@ -118,13 +136,20 @@ class DiffusionModelRunner:
             logger.warning("a batch of %d failed (%r): one by one", len(request_ids), error)
             alone: dict[str, R] = {}
             for request_id in request_ids:
-                alone.update(self._call_isolated(call, [request_id], output))
+                alone.update(self._call_isolated(call, [request_id], output, *arguments))
             return alone
         return dict(zip(request_ids, results, strict=True))
 
     def _is_done(self, request_id: str) -> bool:
         state = self.states[request_id]
         return state.num_computed_steps >= state.num_steps
+
+    def _is_preview_due(self, request_id: str) -> bool:
+        """After the step that is under way; the last one gives the picture itself."""
+        state = self.states[request_id]
+        step = state.num_computed_steps + 1
+        is_turn = state.preview_every > 0 and step % state.preview_every == 0
+        return is_turn and step < state.num_steps
 
     def _fail(self, request_id: str, error: Exception, output: DiffusionModelRunnerOutput) -> None:
         logger.warning("request %s failed", request_id, exc_info=error)

@@ -1,4 +1,4 @@
-"""Flow-matching sampling as pure functions: noise levels, guidance, Euler step."""
+"""Flow-matching sampling as pure functions: noise levels, guidance, Euler step, previews."""
 
 from __future__ import annotations
 
@@ -47,6 +47,14 @@ def guide(cond: Tensor, uncond: Tensor, scale: Tensor) -> Tensor:
 def euler_step(latents: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """One step along the flow; all float32, sigma and sigma_next [tokens, 1]."""
     return latents + (sigma_next - sigma) * velocity
+
+
+def estimate_final(before: Tensor, after: Tensor, sigma: float, sigma_next: float) -> Tensor:
+    """Where the flow ends if it goes on as straight as in the step from `before` to `after`."""
+    if sigma == sigma_next:
+        return after  # noise levels next to each other can be one in float32: no direction is seen
+    velocity = (after - before) / (sigma_next - sigma)
+    return after - sigma_next * velocity
 
 
 def _shift(config: Mapping[str, Any], sigmas: np.ndarray[Any, Any], num_tokens: int) -> Tensor:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.messages import (
@@ -25,6 +25,9 @@ from vllm_omni.diffusion.messages import (
 )
 from vllm_omni.errors import DeadlineExceededError, InvalidParameterError, OmniRequestError
 from vllm_omni.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RequestStatus(Enum):
@@ -173,7 +176,8 @@ class DiffusionScheduler:
             if num_computed_steps >= request.num_steps:
                 request.status = RequestStatus.DECODING
             if request_id not in model_output.results:
-                news[request.request.client_index].outputs.append(_progress(request))
+                preview = model_output.previews.get(request_id)
+                news[request.request.client_index].outputs.append(_progress(request, preview))
 
         for request_id, result in model_output.results.items():
             if (request := self.requests.get(request_id)) is not None:
@@ -215,8 +219,12 @@ class DiffusionScheduler:
         return request.request.client_index
 
 
-def _progress(request: ScheduledRequest) -> EngineCoreOutput:
-    return EngineCoreOutput(request_id=request.request_id, output_metadata=_metadata(request))
+def _progress(request: ScheduledRequest, preview: Tensor | None) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        additional_outputs={} if preview is None else {"preview": preview},
+        output_metadata=_metadata(request),
+    )
 
 
 def _final(request: ScheduledRequest, result: RequestResult) -> EngineCoreOutput:

@@ -23,6 +23,10 @@ class RequestState(Protocol):
     @property
     def num_steps(self) -> int: ...
 
+    @property
+    def preview_every(self) -> int:
+        """Steps from one preview to the next; 0: none."""
+
 
 StateT = TypeVar("StateT", bound=RequestState)
 
@@ -41,6 +45,16 @@ class RunnerAdapter(Protocol[StateT]):
 
     def step(self, states: Sequence[StateT]) -> list[Tensor]:
         """The latents after one more step. Changes nothing, so that it can be tried again."""
+
+    def preview(self, states: Sequence[StateT], stepped: Sequence[Tensor]) -> list[Tensor]:
+        """Small pictures [3, h, w] uint8, on the CPU, of what the requests are coming to.
+
+        Changes nothing. The runner calls it in the steps after which a preview is due.
+
+        Args:
+            states: as they were before the step.
+            stepped: the latents after it, from `step`.
+        """
 
     def decode(self, states: Sequence[StateT]) -> list[RequestResult]:
         """The results of requests that have taken all their steps."""

@@ -1,4 +1,4 @@
-"""`QwenImageRunnerAdapter`: Qwen-Image cut into prepare, step and decode."""
+"""`QwenImageRunnerAdapter`: Qwen-Image cut into prepare, step, preview and decode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_omni.diffusion.cache_manager import DiTCacheManager
 from vllm_omni.diffusion.decode_manager import ParallelDecodeManager
 from vllm_omni.diffusion.messages import RequestResult
 from vllm_omni.diffusion.pipeline_manager import PipelineManager
-from vllm_omni.diffusion.sampling import euler_step
+from vllm_omni.diffusion.sampling import estimate_final, euler_step
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.models.qwen_image.inputs import TASK_TEXT_ENCODING, QwenImageCustomInputs
 from vllm_omni.models.qwen_image.transformer import (
@@ -48,6 +48,10 @@ class QwenImageState:
     @property
     def num_steps(self) -> int:
         return self.inputs.num_steps
+
+    @property
+    def preview_every(self) -> int:
+        return self.inputs.preview_every
 
     @property
     def is_guided(self) -> bool:
@@ -239,6 +243,16 @@ class QwenImageRunnerAdapter:
             self._batch = None
 
     # --- decode ---
+
+    def preview(self, states: Sequence[QwenImageState], stepped: Sequence[Tensor]) -> list[Tensor]:
+        estimates = []
+        for state, after in zip(states, stepped, strict=True):
+            step = state.num_computed_steps
+            estimate = estimate_final(
+                state.latents, after, state.sigmas[step], state.sigmas[step + 1]
+            )
+            estimates.append(unpack_latents(estimate, *state.inputs.grid))
+        return self.decode_manager.batch_decode_previews(estimates)
 
     def decode(self, states: Sequence[QwenImageState]) -> list[RequestResult]:
         with_pixels = [

@@ -111,6 +111,7 @@ class QwenImageInputProcessor:
             seed=params.seed,
             sigmas=params.sigmas,
             output_mode=params.output_mode,
+            preview_every=params.preview_every or 0,
         )
 
     def tokenize(self, param: str, prompt: str) -> list[int]:

@@ -32,6 +32,7 @@ class QwenImageCustomInputs(msgspec.Struct, frozen=True, kw_only=True):
     width: int = 0
     output_mode: OutputMode = OutputMode.PIXELS
     mask: Tensor | None = None  # [H, W] uint8, for PIXELS_AND_MASK; everything when not given
+    preview_every: int = 0  # steps from one preview to the next; 0: none
 
     # how to sample
     num_inference_steps: int = 0
