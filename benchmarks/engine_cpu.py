@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
+from vllm_omni.engine.stage_client import EmbeddedStageClient
 from vllm_omni.entrypoints.omni import Omni
 from vllm_omni.models.qwen_image.checkpoint import CHECKPOINT_SIZES, write_checkpoint
 from vllm_omni.outputs import EngineCoreOutputs
@@ -125,7 +126,7 @@ def measure(model: Path, num_steps: int, num_rounds: int) -> dict[str, Any]:
             Contender("concurrency 8", lambda cases: drawing.draw_with_omni(together, cases)),
         ]
         difference = check(contenders, drawing.make_cases(CONCURRENCY, num_steps))
-        clocks = {1: StepClock(alone.engine_core), 8: StepClock(together.engine_core)}
+        clocks = {1: StepClock(core_of(alone)), 8: StepClock(core_of(together))}
         for round_index in range(1, num_rounds + 1):
             cases = drawing.make_cases(CONCURRENCY, num_steps, round_index)
             for contender in contenders:
@@ -138,6 +139,15 @@ def measure(model: Path, num_steps: int, num_rounds: int) -> dict[str, Any]:
         "overhead_per_step": {number: clock.summary() for number, clock in clocks.items()},
         "load_average": {"before": load_before, "after": os.getloadavg()},
     }
+
+
+def core_of(omni: Omni) -> DiffusionEngineCore:
+    """The diffusion engine behind an embedded model."""
+    client = omni.llm.coordinator.clients[1]
+    assert isinstance(client, EmbeddedStageClient)
+    core = client.embedded.engine_core.stage_engines[1]
+    assert isinstance(core, DiffusionEngineCore)
+    return core
 
 
 def draw_one_by_one(omni: Omni, cases: Sequence[drawing.Case]) -> list[drawing.Drawn]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of stage processes; see below
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from collections.abc import Iterator
 from functools import cache

@@ -372,7 +372,10 @@ def test_failure_in_a_step_is_the_engines(checkpoint: MakeCheckpoint, engine: AR
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: shutil.rmtree(path / "text_encoder"), "neither config.json nor text_encoder/config.json"),
+        (
+            lambda path: shutil.rmtree(path / "text_encoder"),
+            "neither config.json nor text_encoder/config.json",
+        ),
         (lambda path: (path / "text_encoder" / "config.json").write_text("{"), "config"),
         (
             lambda path: (path / "text_encoder" / "model.safetensors").write_bytes(b"nothing"),

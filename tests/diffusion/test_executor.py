@@ -112,6 +112,7 @@ def test_workers_end_with_a_killed_parent(checkpoint: MakeCheckpoint, tmp_path: 
         if __name__ == "__main__":
             config = DiTConfig(model={str(checkpoint(0))!r}, device="cpu", worker_processes=1)
             executor = MultiProcDiffusionExecutor(config)
+            executor.wait_until_ready()
             print(executor.workers[0].process.pid, flush=True)
             time.sleep(60)
         """)

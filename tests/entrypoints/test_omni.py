@@ -129,7 +129,7 @@ def test_progress_counts_every_step_of_every_request(omni: Omni) -> None:
         progress=lambda done, total: seen.append((done, total)),
     )
     assert {total for _, total in seen} == {8}
-    assert [done for done, _ in seen][:5] == [2, 4, 6, 7, 8]
+    assert [done for done, _ in seen] == list(range(1, 9))
 
 
 def test_an_interrupted_call_leaves_nothing_behind(omni: Omni) -> None:
@@ -140,7 +140,7 @@ def test_an_interrupted_call_leaves_nothing_behind(omni: Omni) -> None:
         omni.generate(["a", "b"], PARAMS, progress=interrupt)
     [out] = omni.generate("a cat", LATENTS)
     assert out.error is None
-    [stats] = omni.engine_core.executor.collective_rpc("get_stats")
+    [stats] = omni.collective_rpc(1, "get_stats")
     assert stats["num_requests"] == 0
 
 
@@ -158,9 +158,10 @@ def test_threads_may_share_it(omni: Omni) -> None:
     for thread in threads:
         thread.join()
     assert expected.latents is not None
-    assert [latents is not None and latents.equal(expected.latents) for latents in results] == (
-        [True] * 4
-    )
+    for latents in results:
+        assert latents is not None
+        assert (latents - expected.latents).abs().max() <= 1e-5
+    assert len(results) == 4
 
 
 def test_encode_gives_the_hidden_states_of_the_stock_encoder(omni: Omni, stock: MakeStock) -> None:

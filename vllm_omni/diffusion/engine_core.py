@@ -16,14 +16,14 @@ from vllm_omni.outputs import EngineCoreOutputs, FinishReason
 class DiffusionEngineCore:
     """A diffusion model behind a queue of requests. Not thread safe: one caller steps it."""
 
-    def __init__(self, dit_config: DiTConfig, wait: bool = True) -> None:
-        """Load the model; with `wait=False`, worker processes may go on loading after this."""
+    def __init__(self, dit_config: DiTConfig, executor: DiffusionExecutor | None = None) -> None:
+        """Load the model, or take an executor that does, and that may not be ready yet."""
         self.dit_config = dit_config
         self.scheduler: DiffusionScheduler = load_class(get_model_spec(dit_config.model).scheduler)(
             dit_config
         )
-        self.executor = DiffusionExecutor.from_config(dit_config)
-        if wait:
+        self.executor = executor or DiffusionExecutor.from_config(dit_config)
+        if executor is None:
             self.executor.wait_until_ready()
         self.model_time = 0.0  # seconds of the last step inside the model's networks
 

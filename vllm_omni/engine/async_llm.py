@@ -73,9 +73,7 @@ class OmniAsyncLLM:
             raise InvalidParameterError(
                 "stage_configs", sorted(settings), "these settings belong in a stage's dit_config"
             )
-        stages = stage_configs or derive_stage_configs(
-            str(model), dit_config=DiTConfig(**settings)
-        )
+        stages = stage_configs or derive_stage_configs(str(model), dit_config=DiTConfig(**settings))
         config = OmniConfig(
             model=str(model), mode=mode, seed=seed, vllm_config=vllm_config, stage_configs=stages
         )

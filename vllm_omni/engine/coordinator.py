@@ -8,9 +8,10 @@ writes the text, then it encodes what it wrote.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -131,7 +132,7 @@ class CrossEngineCoordinator:
         self.output_processor = output_processor
         self._walks: dict[str, Walk] = {}
 
-    async def generate(self, request: OmniRequest) -> AsyncIterator[OmniOutput]:
+    async def generate(self, request: OmniRequest) -> AsyncGenerator[OmniOutput, None]:
         """Everything there is to say of a request; the last output, and no other, is finished.
 
         Raises an `OmniRequestError` if nothing of what was asked for can be given.
@@ -181,9 +182,7 @@ class CrossEngineCoordinator:
                 f"one of {', '.join(made + both)}"
             )
         way = clients[: makers[0] + 1]
-        hops = [
-            Hop(client, _connect(client, after)) for client, after in zip(way, way[1:], strict=False)
-        ]
+        hops = [Hop(client, _connect(client, after)) for client, after in pairwise(way)]
         hops.append(Hop(way[-1], target))
         if "text" in wanted[:-1] and all(hop.modality != "text" for hop in hops):
             hops.insert(0, Hop(hops[0].client, "text"))
@@ -209,7 +208,7 @@ class CrossEngineCoordinator:
             params = self.processor.complete_params(params)
         return Walk(request, inputs, params, is_text_shown="text" in request.output_format)
 
-    async def _take_hop(self, hop: Hop, walk: Walk) -> AsyncIterator[OmniOutput]:
+    async def _take_hop(self, hop: Hop, walk: Walk) -> AsyncGenerator[OmniOutput, None]:
         requests = self._make_requests(hop, walk)
         walk.held = (hop.client, [request.request_id for request in requests])
         finals: list[EngineCoreOutput] = []

@@ -139,7 +139,8 @@ class OmniEngineCore:
             if stage.engine_type == "diffusion"
         }
         for stage_id, dit_config in dit_configs.items():
-            self.stage_engines[stage_id] = DiffusionEngineCore(dit_config, wait=False)
+            executor = DiffusionExecutor.from_config(dit_config)
+            self.stage_engines[stage_id] = DiffusionEngineCore(dit_config, executor)
         for stage_id, stage in self.stage_configs.items():
             if stage.engine_type == "ar":
                 # vLLM takes seconds to import, so it is not before the workers have started.

@@ -20,6 +20,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import setproctitle
 import torch
 from vllm import PoolingParams
@@ -48,29 +49,19 @@ _DIT_CONFIG = "dit_config"  # key in `VllmConfig.additional_config`
 _REQUEST = "request"  # key in `PoolingParams.extra_kwargs`
 
 
-class OmniEngineCoreOutput(
-    EngineCoreOutput,
-    array_like=True,  # type: ignore[call-arg]
-    omit_defaults=True,  # type: ignore[call-arg]
-    gc=False,  # type: ignore[call-arg]
-):
+class OmniEngineCoreOutput(EngineCoreOutput):
     """vLLM's output with what pictures need; the order of fields is the format on the wire."""
 
     error: omni.RequestError | None = None
     output_type: str | None = None
-    output_metadata: dict[str, Any] = {}
-    additional_outputs: dict[str, torch.Tensor] = {}
+    output_metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    additional_outputs: dict[str, torch.Tensor] = msgspec.field(default_factory=dict)
 
 
-class OmniEngineCoreOutputs(
-    EngineCoreOutputs,
-    array_like=True,  # type: ignore[call-arg]
-    omit_defaults=True,  # type: ignore[call-arg]
-    gc=False,  # type: ignore[call-arg]
-):
+class OmniEngineCoreOutputs(EngineCoreOutputs):
     """Reads also what vLLM itself sends: fields at the end that are not there have defaults."""
 
-    outputs: list[OmniEngineCoreOutput] = []  # type: ignore[assignment]
+    outputs: list[OmniEngineCoreOutput] = msgspec.field(default_factory=list)
 
 
 _TO_VLLM = {
@@ -142,12 +133,12 @@ class DiffusionCoreInVllm(EngineCore):
         dit_config = vllm_config.additional_config[_DIT_CONFIG]
         assert isinstance(dit_config, DiTConfig)
         self.core = DiffusionEngineCore(dit_config)
-        self.scheduler = self.core.scheduler  # type: ignore[assignment]
+        self.scheduler = self.core.scheduler
         self.step_fn = self.step
-        self.aborts_queue = queue.Queue()
+        self.aborts_queue: queue.Queue[list[str]] = queue.Queue()
         self.batch_queue = None
         self.check_for_draft_tokens = False
-        self._idle_state_callbacks = []
+        self._idle_state_callbacks: list[Any] = []
         inputs_class = load_class(get_model_spec(dit_config.model).inputs)
         self._decoder: MessageDecoder[DiffusionRequest[Any]] = MessageDecoder(
             DiffusionRequest[inputs_class]  # type: ignore[valid-type]
@@ -192,7 +183,9 @@ class OmniEngineCoreProc(EngineCoreProc, DiffusionCoreInVllm):
     The order of the bases makes `EngineCoreProc.__init__` build our core, not a language model's.
     """
 
-    def add_request(self, request: DiffusionRequest[Any], request_wave: int = 0) -> None:  # type: ignore[override]
+    shutdown_state: EngineShutdownState  # set by vLLM, and by a signal
+
+    def add_request(self, request: DiffusionRequest[Any], request_wave: int = 0) -> None:
         try:
             self.core.add_request(request)
         except OmniRequestError as error:
@@ -269,9 +262,7 @@ def run_core_proc(
         failure.send_bytes(describe(error).encode())
         raise
     queue_of_core = core.input_queue
-    wake_up = SignalCallback(
-        lambda: queue_of_core.put_nowait((EngineCoreRequestType.WAKEUP, None))
-    )
+    wake_up = SignalCallback(lambda: queue_of_core.put_nowait((EngineCoreRequestType.WAKEUP, None)))
     if is_asked_to_stop.is_set():
         core.shutdown_state = EngineShutdownState.REQUESTED
     try:

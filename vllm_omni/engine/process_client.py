@@ -245,13 +245,13 @@ class ARProcClient(ProcStageClient):
         self._readers[request.request_id] = asyncio.create_task(self._read(request, collector))
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        llm = self._get_llm()
-        for request_id in request_ids:
-            if (reader := self._readers.pop(request_id, None)) is None:
+        for request_id in list(request_ids):
+            reader = self._readers.pop(request_id, None)
+            if reader is None or self.llm is None:
                 continue
             reader.cancel()
-            await llm.abort(request_id)
-            _output_processor(llm).take_rows(request_id)
+            await self.llm.abort(request_id)
+            _output_processor(self.llm).take_rows(request_id)
             self.deliver(
                 EngineCoreOutput(
                     request_id=request_id, finish_reason=FinishReason.ABORT, output_type="text"
@@ -277,6 +277,7 @@ class ARProcClient(ProcStageClient):
         self.fail(EngineDeadError("the engine was shut down"))
         if self.llm is not None:
             self.llm.shutdown()
+            self.llm = None  # or it would shut down again when the interpreter ends
         self.process.shutdown()
         self.model.close()
 
@@ -297,7 +298,8 @@ class ARProcClient(ProcStageClient):
             self._readers.pop(request.request_id, None)
 
     def _get_llm(self) -> ARAsyncLLM:
-        assert self.llm is not None, "connect() was not called"
+        if self.llm is None:
+            raise EngineDeadError("the engine was shut down: make a new one")
         return self.llm
 
 
@@ -343,8 +345,8 @@ class DiffusionProcClient(ProcStageClient):
             await core.add_request_async(make_core_request(request))
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        async with self._translated():
-            await self._get_core().abort_requests_async(list(request_ids))
+        if self.core is not None:
+            await self.core.abort_requests_async(list(request_ids))
 
     async def check_health(self) -> None:
         async with self._translated():
@@ -366,6 +368,7 @@ class DiffusionProcClient(ProcStageClient):
         self.fail(EngineDeadError("the engine was shut down"))
         if self.core is not None:
             self.core.shutdown()
+            self.core = None
         self.process.shutdown()
 
     async def _read(self, core: DiffusionCoreClient) -> None:
@@ -382,7 +385,8 @@ class DiffusionProcClient(ProcStageClient):
             raise
 
     def _get_core(self) -> DiffusionCoreClient:
-        assert self.core is not None, "connect() was not called"
+        if self.core is None:
+            raise EngineDeadError("the engine was shut down: make a new one")
         return self.core
 
 

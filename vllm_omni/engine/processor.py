@@ -121,7 +121,8 @@ class OmniProcessor:
 
     def process_input(self, request: OmniRequest) -> ProcessedInput:
         """All inputs of a request together, in the order they were given."""
-        prompts, images = [], []
+        prompts: list[str] = []
+        images: list[Image.Image] = []
         token_ids = None if request.prompt_token_ids is None else tuple(request.prompt_token_ids)
         for modality, data in request.input_modalities.items():
             processed = self._process(modality, data)
@@ -179,7 +180,9 @@ class OmniProcessor:
             prompts["negative_prompt"] = request.params.negative_prompt or ""
         return [
             ARRequest(
-                request_id=request.request_id if name == "prompt" else f"{request.request_id}-{name}",
+                request_id=request.request_id
+                if name == "prompt"
+                else f"{request.request_id}-{name}",
                 prompt=self._drawing_model.apply_template(name, prompt, inputs.images),
                 images=inputs.images,
                 sampling_params={"max_tokens": 1, "temperature": 0.0, "detokenize": False},

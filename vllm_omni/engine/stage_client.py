@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ class StageClient(ABC):
 
     async def outputs(
         self, requests: Sequence[Any], expires_at: float | None = None
-    ) -> AsyncIterator[EngineCoreOutput]:
+    ) -> AsyncGenerator[EngineCoreOutput, None]:
         """Add requests and yield the news of all, until each has ended.
 
         Whoever leaves early, for whatever reason, takes the requests out of the stage.
@@ -113,20 +113,20 @@ class StageClient(ABC):
 class EmbeddedCore:
     """An `OmniEngineCore` in a thread of its own, which is stepped while it has work."""
 
-    def __init__(self, core: OmniEngineCore) -> None:
-        self.core = core
+    def __init__(self, engine_core: OmniEngineCore) -> None:
+        self.engine_core = engine_core
         self.clients = {
             stage_id: EmbeddedStageClient(stage, self)
-            for stage_id, stage in core.stage_configs.items()
+            for stage_id, stage in engine_core.stage_configs.items()
         }
         # The one thread is also the lock: between two steps it does what else is asked of it.
         self._thread = ThreadPoolExecutor(1, "vllm-omni-core", _take_over_thread_count)
         self._stepping: asyncio.Task[None] | None = None
-        self._is_shut_down = False
+        self.is_shut_down = False
 
     async def call(self, function: Callable[..., R], *args: Any) -> R:
         """Run a function of the core in its thread, after the step that is under way."""
-        if self._is_shut_down:
+        if self.is_shut_down:
             raise EngineDeadError("the engine was shut down: make a new one")
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
@@ -136,24 +136,24 @@ class EmbeddedCore:
             self._stepping = asyncio.create_task(self._step_while_busy())
 
     def shutdown(self) -> None:
-        if self._is_shut_down:
+        if self.is_shut_down:
             return
-        self._is_shut_down = True
+        self.is_shut_down = True
         if self._stepping is not None:
             self._stepping.cancel()
         for client in self.clients.values():
             client.fail(EngineDeadError("the engine was shut down"))
-        self._thread.submit(self.core.shutdown).result()
+        self._thread.submit(self.engine_core.shutdown).result()
         self._thread.shutdown()
 
     async def _step_while_busy(self) -> None:
         try:
-            while self.core.has_requests():
-                news, _ = await self.call(self.core.step)
+            while self.engine_core.has_requests():
+                news, _ = await self.call(self.engine_core.step)
                 for stage_id, outputs in news.items():
                     for output in outputs.outputs:
                         self.clients[stage_id].deliver(output)
-                for stage_id, error in self.core.dead_stages.items():
+                for stage_id, error in self.engine_core.dead_stages.items():
                     self.clients[stage_id].fail(error)
         except Exception as error:  # a mistake of ours, and nobody knows what state it left
             logger.exception("the engine failed")
@@ -169,27 +169,29 @@ def _take_over_thread_count() -> None:
 class EmbeddedStageClient(StageClient):
     """A stage inside an `OmniEngineCore` of this process."""
 
-    def __init__(self, stage: StageConfig, core: EmbeddedCore) -> None:
+    def __init__(self, stage: StageConfig, embedded: EmbeddedCore) -> None:
         super().__init__(stage)
-        self._core = core
+        self.embedded = embedded
 
     async def add_request(self, request: Any) -> None:
-        await self._core.call(self._core.core.add_request, self.stage.stage_id, request)
-        self._core.wake()
+        await self.embedded.call(
+            self.embedded.engine_core.add_request, self.stage.stage_id, request
+        )
+        self.embedded.wake()
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        if not self._core._is_shut_down:
-            await self._core.call(
-                self._core.core.abort_requests, self.stage.stage_id, list(request_ids)
+        if not self.embedded.is_shut_down:
+            await self.embedded.call(
+                self.embedded.engine_core.abort_requests, self.stage.stage_id, list(request_ids)
             )
-            self._core.wake()
+            self.embedded.wake()
 
     async def check_health(self) -> None:
-        await self._core.call(self._core.core.check_health, self.stage.stage_id)
+        await self.embedded.call(self.embedded.engine_core.check_health, self.stage.stage_id)
 
     async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        executor = self._core.core.executor
-        return await self._core.call(executor.collective_rpc, self.stage.stage_id, method, *args)
+        executor = self.embedded.engine_core.executor
+        return await self.embedded.call(executor.collective_rpc, self.stage.stage_id, method, *args)
 
     def shutdown(self) -> None:
-        self._core.shutdown()
+        self.embedded.shutdown()
