@@ -26,6 +26,7 @@ DEFAULT_ENGINE_ARGS: Mapping[str, Any] = {
     "kv_cache_memory_bytes": 64 << 20,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 1024,
+    "use_tqdm_on_load": False,
 }
 """For a small machine without a GPU; each can be overridden."""
 

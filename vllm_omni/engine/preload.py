@@ -3,19 +3,14 @@
 Nothing may be computed here: a thread pool does not survive a fork.
 """
 
-import gc
+from vllm_omni.importing import fast_imports
 
-# Most of the time of an import goes into looking for garbage among what was just made. What is
-# there now stays for good, and children should not write to its pages.
-gc.disable()
+with fast_imports():
+    import vllm.v1.worker.cpu_worker
 
-import vllm.v1.worker.cpu_worker  # noqa: E402
+    import vllm_omni.engine.core_proc
+    from vllm_omni.models.registry import MODELS, load_class
 
-import vllm_omni.engine.core_proc  # noqa: E402, F401
-from vllm_omni.models.registry import MODELS, load_class  # noqa: E402
-
-for spec in MODELS.values():
-    for name in (*spec.components.values(), spec.adapter):
-        load_class(name)
-gc.freeze()
-gc.enable()
+    for spec in MODELS.values():
+        for name in (*spec.components.values(), spec.adapter):
+            load_class(name)

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
 import vllm_omni
+from vllm_omni import envs
 from vllm_omni.entrypoints.cli import checkpoint, doctor, generate
 from vllm_omni.errors import EngineError, OmniRequestError
 
 COMMANDS = (generate, checkpoint, doctor)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code is 0, 1 for a failure, 2 for a wrong argument."""
+def run() -> None:
+    """The command as a shell starts it."""
+    exit_code = 1
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    # Registered first, called last: then only the interpreter is left to take apart, which with
+    # vLLM in it lasts more than a second and is of no use.
+    atexit.register(leave)
+    exit_code = main(is_shell=True)
+
+
+def main(argv: Sequence[str] | None = None, is_shell: bool = False) -> int:
+    """Run a command; its exit code is 0, 1 for a failure, 2 for a wrong argument.
+
+    Args:
+        is_shell: the process ends with the command.
+    """
     args = make_parser().parse_args(argv)
+    args.is_shell = is_shell
+    envs.set_log_level(args.log_level)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=args.log_level.upper())
     try:
         exit_code: int = args.run(args)
@@ -46,4 +70,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()
