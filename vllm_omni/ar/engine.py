@@ -19,13 +19,14 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 from vllm import EngineArgs, RequestOutput, SamplingParams
+from vllm.platforms import current_platform
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from vllm_omni.ar.worker import EXTRA_ARG, HiddenStatesCPUWorker
+from vllm_omni.ar.worker import EXTRA_ARG, worker_class_name
 from vllm_omni.errors import (
     ConfigError,
     EngineDeadError,
@@ -43,6 +44,14 @@ DEFAULT_ENGINE_ARGS: Mapping[str, Any] = {
     "disable_log_stats": True,
 }
 """For a small machine without a GPU; each can be overridden."""
+
+CUDA_ENGINE_ARGS: Mapping[str, Any] = {
+    "dtype": "auto",  # the checkpoint's, usually bfloat16
+    "gpu_memory_utilization": 0.35,  # of the whole GPU: other stages share it
+    "max_num_seqs": 64,
+    "disable_log_stats": True,
+}
+"""For an NVIDIA GPU, where CUDA graphs pay; each can be overridden."""
 
 OWN_ENGINE_ARGS = ("model", "tokenizer", "worker_cls", "distributed_executor_backend")
 """What `AREngine` sets itself."""
@@ -89,8 +98,9 @@ class AREngine:
             folder = Path(self._folder.name)
             _link_checkpoint(Path(model), folder)
             self.reads_images = (folder / "preprocessor_config.json").is_file()
+            defaults = CUDA_ENGINE_ARGS if current_platform.is_cuda() else DEFAULT_ENGINE_ARGS
             args = _create_engine_args(
-                folder, {**DEFAULT_ENGINE_ARGS, **(engine_args or {})}, self.reads_images
+                folder, {**defaults, **(engine_args or {})}, self.reads_images
             )
             self._engine = _load(model, args)
         except BaseException:
@@ -244,7 +254,7 @@ def _create_engine_args(
     try:
         return EngineArgs(
             model=str(folder),
-            worker_cls=f"{HiddenStatesCPUWorker.__module__}.{HiddenStatesCPUWorker.__name__}",
+            worker_cls=worker_class_name(),
             # The class's name: "uni" would become worker processes on a CPU.
             distributed_executor_backend=f"{UniProcExecutor.__module__}.{UniProcExecutor.__name__}",
             **{"limit_mm_per_prompt": limits, **engine_args},
