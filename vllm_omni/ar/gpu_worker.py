@@ -7,8 +7,9 @@ here, with asynchronous scheduling, which is the default, and without.
 Seams, checked against vLLM 0.32.0: `Worker._make_model_runner`; of both model runners those of
 `vllm_omni.ar.worker`; of V1 `input_batch.req_ids`, of V2 `execute_model_state.input_batch.req_ids`.
 
-Read in vLLM's source, not run: this file needs a GPU. What `vllm_omni.ar.worker` does for it is
-tested with vLLM's schedulers, synchronous and asynchronous, around a model runner of the tests.
+Read in vLLM's source, not run: both model runners with ours on top. What `vllm_omni.ar.worker` does
+for them is tested with vLLM's schedulers, synchronous and asynchronous, around a model runner of
+the tests; the lines of `_copy_rows` alone ran on an H200 (torch 2.11.0), against a CUDA graph.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _check(config: Any) -> None:
     }
     for name, value in refused.items():
         if value:
-            raise ConfigError("engine_args", name, "hidden states need an engine without it")
+            raise ConfigError("vllm_config", name, "hidden states need an engine without it")
 
 
 def _wanted(sampling_params: Any) -> str | None:
