@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+import tempfile
+
+_CACHE = tempfile.TemporaryDirectory(prefix="vllm-omni-tests-")
+os.environ["VLLM_OMNI_CACHE"] = _CACHE.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of stage processes; see below
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

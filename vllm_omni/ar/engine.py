@@ -7,6 +7,7 @@ Seams, checked against vLLM 0.32.0: `LLMEngine` with its `renderer`, `output_pro
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.executor.abstract import Executor
 
 from vllm_omni.ar.config import ARModel
 from vllm_omni.ar.messages import ARRequest
@@ -36,11 +37,7 @@ class AREngine:
     def __init__(self, model: str | Path, vllm_config: Any = None) -> None:
         """Load a model; for the arguments see `ARModel`."""
         self.model = ARModel(model, vllm_config)
-        try:
-            self._engine = _load(self.model)
-        except BaseException:
-            self.model.close()
-            raise
+        self._engine = _load(self.model)
         _running.append(self)
         self._outputs = HiddenStatesOutputProcessor.replace(self._engine)
         self._requests: dict[str, ARRequest] = {}  # not finished
@@ -114,7 +111,6 @@ class AREngine:
         _running.remove(self)
         _ended.append(self._engine.engine_core)
         self._engine.model_executor.shutdown()
-        self.model.close()
         if not _running:
             # The rest ends torch's process group, which all engines of a process share.
             while _ended:
@@ -135,10 +131,11 @@ def check_images(model: ARModel, request: ARRequest) -> None:
 
 def _load(model: ARModel) -> LLMEngine:
     try:
-        with _globals_kept():
+        with _globals_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM's walk over torch's names
             return LLMEngine(
                 model.vllm_config,
-                executor_class=UniProcExecutor,
+                executor_class=Executor.get_class(model.vllm_config),
                 log_stats=False,
                 multiprocess_mode=False,
             )

@@ -279,7 +279,6 @@ class ARProcClient(ProcStageClient):
             self.llm.shutdown()
             self.llm = None  # or it would shut down again when the interpreter ends
         self.process.shutdown()
-        self.model.close()
 
     async def _read(self, request: ARRequest, collector: Any) -> None:
         """Pass on what comes for one request."""

@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None, is_shell: bool = False) -> int:
     args = make_parser().parse_args(argv)
     args.is_shell = is_shell
     envs.set_log_level(args.log_level)
+    # Where it is missing, as on CPUs, torch says so in every run.
+    logging.getLogger("torch._library.triton").setLevel(args.log_level.upper())
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=args.log_level.upper())
     try:
         exit_code: int = args.run(args)
