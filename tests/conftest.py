@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 
-import tempfile
-
-_CACHE = tempfile.TemporaryDirectory(prefix="vllm-omni-tests-")
-os.environ["VLLM_OMNI_CACHE"] = _CACHE.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of stage processes; see below
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -38,6 +34,12 @@ torch.set_num_threads(1)
 
 # Tight enough that large requests in a test wait for each other now and then.
 MAX_NUM_BATCHED_TOKENS = 2500
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing is written to the user's own."""
+    os.environ["VLLM_OMNI_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,14 @@
 Nothing may be computed here: a thread pool does not survive a fork.
 """
 
+import importlib
+
 from vllm_omni.importing import fast_imports
+from vllm_omni.models.registry import MODELS, load_class
 
 with fast_imports():
-    import vllm.v1.worker.cpu_worker
-
-    import vllm_omni.engine.core_proc
-    from vllm_omni.models.registry import MODELS, load_class
-
+    importlib.import_module("vllm_omni.ar.cpu_worker")
+    importlib.import_module("vllm_omni.engine.core_proc")
     for spec in MODELS.values():
         for name in (*spec.components.values(), spec.adapter):
             load_class(name)

@@ -92,8 +92,10 @@ def run(args: argparse.Namespace) -> int:
         from vllm_omni.entrypoints.omni import Omni
 
     omni = Omni(**_settings(args))
-    # An orderly shutdown takes longer than a small picture; the end of the process does as well.
-    with nullcontext() if args.is_shell else omni:
+    # An orderly shutdown takes longer than a small picture; that the process ends is enough, where
+    # everything is in it.
+    ends_with_process = args.is_shell and args.mode == "embedded"
+    with nullcontext() if ends_with_process else omni:
         with tqdm(unit="step", disable=None, leave=False) as bar:
 
             def show(done: int, total: int) -> None:

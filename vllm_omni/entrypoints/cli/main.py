@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import logging
 import os
 import sys
@@ -19,17 +18,11 @@ COMMANDS = (generate, checkpoint, doctor)
 
 def run() -> None:
     """The command as a shell starts it."""
-    exit_code = 1
-
-    def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-
-    # Registered first, called last: then only the interpreter is left to take apart, which with
-    # vLLM in it lasts more than a second and is of no use.
-    atexit.register(leave)
     exit_code = main(is_shell=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit(): to take apart an interpreter with vLLM in it lasts seconds and is of no use.
+    os._exit(exit_code)
 
 
 def main(argv: Sequence[str] | None = None, is_shell: bool = False) -> int:
