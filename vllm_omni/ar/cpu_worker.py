@@ -28,3 +28,6 @@ class HiddenStatesCPUWorker(CPUWorker):
             )
         # There is no hook for the model runner; a second one is cheap before weights are loaded.
         self.model_runner = HiddenStatesCPUModelRunner(self.vllm_config, self.device)
+
+    def get_stats(self) -> dict[str, int]:
+        return {"num_requests": len(self.model_runner.requests)}

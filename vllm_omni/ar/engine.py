@@ -76,7 +76,9 @@ class AREngine:
         self._aborted += aborted
 
     def has_requests(self) -> bool:
-        return bool(self._requests or self._aborted)
+        """Whether there is anything left to do; also to let the worker free what has ended."""
+        has_finished: bool = self.scheduler.has_finished_requests()
+        return bool(self._requests or self._aborted) or has_finished
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """One step of vLLM: the news by client, and whether there was any work.
@@ -92,7 +94,6 @@ class AREngine:
             for request_id in self._aborted
         ]
         self._aborted = []
-        # Also when all were aborted: the worker frees what it holds for them in its next step.
         try:
             request_outputs = self._engine.step()
         except Exception as error:  # whatever it is, vLLM's state is undefined now
@@ -147,7 +148,6 @@ def _load(model: ARModel) -> LLMEngine:
 def _globals_kept() -> Iterator[None]:
     """Undo what a CPU worker does to its process, which here is the caller's."""
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    synchronize, empty_cache = torch.accelerator.synchronize, torch.accelerator.empty_cache
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -155,6 +155,5 @@ def _globals_kept() -> Iterator[None]:
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
-        torch.accelerator.synchronize, torch.accelerator.empty_cache = synchronize, empty_cache
         random.setstate(python_state)
         np.random.set_state(numpy_state)

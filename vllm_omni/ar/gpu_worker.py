@@ -68,3 +68,10 @@ class HiddenStatesGPUWorker(Worker):
             else HiddenStatesGPUModelRunnerV1
         )
         return runner(self.vllm_config, self.device)
+
+    def get_stats(self) -> dict[str, int]:
+        runner = self.model_runner
+        requests = (
+            runner.req_states.req_id_to_index if self.use_v2_model_runner else runner.requests
+        )
+        return {"num_requests": len(requests)}

@@ -4,9 +4,13 @@ Nothing may be computed here: a thread pool does not survive a fork.
 """
 
 import importlib
+import logging
 
 from vllm_omni.importing import fast_imports
 from vllm_omni.models.registry import MODELS, load_class
+
+# Where it is missing, as on CPUs, torch says so whenever it is imported.
+logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 with fast_imports():
     importlib.import_module("vllm_omni.ar.cpu_worker")
