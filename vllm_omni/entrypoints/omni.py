@@ -182,7 +182,12 @@ class Omni:
                 output.finished, output.finish_reason = True, FinishReason.ERROR
             return output
 
-        return await asyncio.gather(*(answer(request) for request in requests))
+        tasks = [asyncio.create_task(answer(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # when one has found the engine dead
+                task.cancel()
 
     async def _shutdown(self) -> None:
         self.llm.shutdown()
