@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,30 +12,25 @@ from vllm_omni.config import DiTConfig, StageConfig
 from vllm_omni.errors import ConfigError
 from vllm_omni.models.demo import find_model
 
+logger = logging.getLogger(__name__)
+
 
 def derive_stage_configs(
     model: str, vllm_config: Any = None, dit_config: DiTConfig | None = None
 ) -> tuple[StageConfig, ...]:
-    """The two stages of a checkpoint in diffusers layout: its text encoder, then the rest."""
+    """The two stages of a checkpoint in diffusers layout: its text encoder, then the rest.
+
+    Where vLLM is not installed, the second alone, which then encodes prompts itself.
+    """
     path = str(find_model(model))
-    return (
-        StageConfig(
-            stage_id=0,
-            engine_type="ar",
-            model_path=path,
-            input_modalities=("text", "image"),
-            output_modalities=("text", "hidden_states"),
-            vllm_config=vllm_config,
-        ),
-        StageConfig(
-            stage_id=1,
-            engine_type="diffusion",
-            model_path=path,
-            input_modalities=("hidden_states",),
-            output_modalities=("image", "latents"),
-            dit_config=dit_config,
-        ),
+    drawing = StageConfig(
+        stage_id=1, engine_type="diffusion", model_path=path, dit_config=dit_config
     )
+    if importlib.util.find_spec("vllm") is None:
+        logger.warning("vLLM is not installed: there is no text, only pictures")
+        return complete_stage_configs([drawing])
+    text = StageConfig(stage_id=0, engine_type="ar", model_path=path, vllm_config=vllm_config)
+    return complete_stage_configs([text, drawing])
 
 
 def complete_stage_configs(
