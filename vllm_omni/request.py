@@ -56,9 +56,15 @@ class OmniRequest:
             raise InvalidParameterError("output_format", self.output_format, "a string")
         if not isinstance(self.params, DiffusionParams):
             raise InvalidParameterError("params", self.params, "a DiffusionParams")
-        if self.output_kind is not None and self.output_kind not in tuple(OutputKind):
-            allowed = ", ".join(repr(kind.value) for kind in OutputKind)
-            raise InvalidParameterError("output_kind", self.output_kind, f"one of {allowed}")
+        if not isinstance(self.input_modalities, Mapping):
+            raise InvalidParameterError(
+                "input_modalities", self.input_modalities, "a mapping of modality to data"
+            )
+        if self.output_kind is not None:
+            if self.output_kind not in tuple(OutputKind):
+                allowed = ", ".join(repr(kind.value) for kind in OutputKind)
+                raise InvalidParameterError("output_kind", self.output_kind, f"one of {allowed}")
+            self.output_kind = OutputKind(self.output_kind)
         if self.prompt:
             self.input_modalities = {"text": self.prompt, **self.input_modalities}
 
@@ -85,16 +91,24 @@ class OmniRequest:
     def to_vllm_request(self) -> Request:
         """The request as vLLM's own scheduler knows it: tokens, and how to sample."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
         from vllm.v1.request import Request
 
         params = self.sampling_params
+        if not isinstance(params, SamplingParams):
+            try:
+                params = SamplingParams(**(params or {}))
+            except (
+                TypeError,
+                VLLMValidationError,
+            ) as error:  # an unknown name, an impossible value
+                raise InvalidParameterError("sampling_params", params, str(error)) from error
         return Request(
             request_id=self.request_id,
             prompt_token_ids=self._get_token_ids(),
-            sampling_params=(
-                params if isinstance(params, SamplingParams) else SamplingParams(**(params or {}))
-            ),
+            sampling_params=params,
             pooling_params=None,
+            priority=self.params.priority,
         )
 
     def _get_token_ids(self) -> list[int]:
