@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm import PoolingParams, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.renderers.params import ChatParams
 
@@ -74,8 +75,8 @@ def make_sampling_params(
         return SamplingParams.from_optional(**defaults)
     try:
         return SamplingParams(**params)
-    except (TypeError, ValueError) as error:  # an unknown name, an impossible value
-        raise InvalidParameterError("sampling_params", dict(params), str(error)) from error
+    except (TypeError, ValueError, VLLMValidationError) as error:  # a name or a value
+        raise InvalidParameterError("sampling_params", params, str(error)) from error
 
 
 def to_request_error(request: ARRequest, error: Exception) -> OmniRequestError:
