@@ -331,7 +331,7 @@ def test_abort_of_the_only_request(engine: AREngine) -> None:
             "sampling_params={'heat': 1.0}.*heat",
         ),
         (
-            ARRequest(request_id="r", prompt="a cat", sampling_params="hot"),  # type: ignore[arg-type]
+            ARRequest(request_id="r", prompt="a cat", sampling_params="hot"),
             "sampling_params='hot'.*mapping",
         ),
     ],
