@@ -117,7 +117,7 @@ def _to_mapping(vllm_config: Any) -> Mapping[str, Any]:
     if vllm_config is None:
         return {}
     if isinstance(vllm_config, EngineArgs):
-        default = EngineArgs()
+        default = EngineArgs(model=vllm_config.model)  # without one, vLLM looks for its own
         given = {field.name: getattr(vllm_config, field.name) for field in fields(default)}
         return {
             name: value
