@@ -50,9 +50,6 @@ $(STAMP): $(LOCK) pyproject.toml
 		echo ".venv was installed for another DEVICE ($$stamp): remove .venv first" >&2; exit 1; done
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	@echo 'Installing $(LOCK) into .venv; the first time takes minutes'
-ifeq ($(DEVICE),cuda)
-	@$(PIP_INSTALL) --constraint $(LOCK) torch  # with its dependencies: the CUDA libraries are not in the lock
-endif
 	@$(PIP_INSTALL) --no-deps --requirement $(LOCK)
 	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@

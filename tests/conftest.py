@@ -36,6 +36,12 @@ torch.set_num_threads(1)
 MAX_NUM_BATCHED_TOKENS = 2500
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing is written to the user's own."""
+    os.environ["VLLM_OMNI_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     """A tiny checkpoint by seed."""

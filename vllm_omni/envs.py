@@ -1,9 +1,17 @@
-"""Every environment variable the package reads."""
+"""Every environment variable the package reads or sets."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def set_log_level(level: str) -> None:
+    """How much the libraries say, and in all processes that start after this; on stderr only."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", level.upper())
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", level)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", level.upper())
 
 
 def cache_dir() -> Path:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from tests.ar.conftest import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS
 from tests.drawing import MakeCheckpoint, MakeStock
+from tests.reference import Reference
 from vllm_omni.ar.engine import AREngine
 from vllm_omni.ar.messages import ARRequest
 from vllm_omni.errors import (
@@ -94,52 +94,6 @@ def tokens_of(outputs: list[EngineCoreOutput]) -> list[int]:
     return list(outputs[-1].request_output.outputs[0].token_ids)
 
 
-class Reference:
-    """Hugging Face's model over the same checkpoint."""
-
-    def __init__(self, checkpoint: Path, pipeline: Any) -> None:
-        self.tokenizer = pipeline.tokenizer
-        self.model = pipeline.text_encoder
-        self.image_processor = AutoImageProcessor.from_pretrained(
-            checkpoint / "processor", backend="pil"
-        )
-
-    def inputs(self, prompt: str | list[int], image: Image.Image | None = None) -> dict[str, Any]:
-        ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
-        if image is None:
-            return {"input_ids": torch.tensor([ids])}
-        pixels = self.image_processor(images=[image], return_tensors="pt")
-        pad = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        num_tokens = int(pixels["image_grid_thw"].prod()) // self.image_processor.merge_size**2
-        at = ids.index(pad)
-        input_ids = torch.tensor([ids[:at] + [pad] * num_tokens + ids[at + 1 :]])
-        # Without the types the model takes image tokens for text and gives them other positions.
-        return {"input_ids": input_ids, "mm_token_type_ids": (input_ids == pad).int(), **pixels}
-
-    @torch.no_grad()
-    def hidden_states(self, inputs: dict[str, Any], generated: list[int] | None = None) -> Tensor:
-        if generated:
-            more = torch.tensor([generated])
-            inputs = {**inputs, "input_ids": torch.cat([inputs["input_ids"], more], dim=1)}
-            if "mm_token_type_ids" in inputs:
-                types = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(more)], dim=1)
-                inputs["mm_token_type_ids"] = types.int()
-        rows: Tensor = self.model(**inputs, output_hidden_states=True).hidden_states[-1][0]
-        return rows
-
-    @torch.no_grad()
-    def generate(self, inputs: dict[str, Any], num_new_tokens: int = NUM_NEW_TOKENS) -> list[int]:
-        output = self.model.generate(
-            **inputs,
-            attention_mask=torch.ones_like(inputs["input_ids"]),
-            do_sample=False,
-            max_new_tokens=num_new_tokens,
-            eos_token_id=[],
-        )
-        tokens: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
-        return tokens
-
-
 @pytest.fixture(scope="module")
 def reference(checkpoint: MakeCheckpoint, stock: MakeStock) -> Reference:
     return Reference(checkpoint(0), stock(0))
@@ -156,7 +110,9 @@ def small_engine(checkpoint: MakeCheckpoint) -> Iterator[AREngine]:
 def test_greedy_tokens_equal_hugging_face(engine: AREngine, reference: Reference) -> None:
     outputs = run(engine, *(create_request(str(i), p) for i, p in enumerate(PROMPTS)))
     for i, prompt in enumerate(PROMPTS):
-        assert tokens_of(outputs[str(i)]) == reference.generate(reference.inputs(prompt))
+        assert tokens_of(outputs[str(i)]) == reference.generate(
+            reference.inputs(prompt), NUM_NEW_TOKENS
+        )
         assert [o.pooling_output for o in outputs[str(i)]] == [None] * NUM_NEW_TOKENS
 
 
@@ -175,7 +131,7 @@ def test_hidden_states_in_one_batch_with_generation(engine: AREngine, reference:
     for request in requests:
         inputs = reference.inputs(request.prompt, *request.images)  # type: ignore[arg-type]
         tokens = tokens_of(outputs[request.request_id])
-        assert tokens == reference.generate(inputs), request.request_id
+        assert tokens == reference.generate(inputs, NUM_NEW_TOKENS), request.request_id
         if request.hidden_states is None:
             assert all(o.pooling_output is None for o in outputs[request.request_id])
             continue
@@ -358,7 +314,7 @@ def test_bad_request_is_refused_and_the_next_works(
     assert not engine.has_requests()
     prompt = "a yellow star"
     assert tokens_of(run(engine, create_request("r", prompt))["r"]) == reference.generate(
-        reference.inputs(prompt)
+        reference.inputs(prompt), NUM_NEW_TOKENS
     )
 
 

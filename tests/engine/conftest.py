@@ -1,4 +1,4 @@
-"""One system for each mode, shared by the tests of this folder: starting takes longer than using."""
+"""One system for each mode, shared by all tests here: starting one takes longer than using it."""
 
 from __future__ import annotations
 

@@ -302,11 +302,7 @@ def test_model_may_be_named_in_every_way(checkpoint: MakeCheckpoint) -> None:
 
 
 def test_model_may_be_that_of_a_vllm_config(text_model: Path) -> None:
-    model = ARModel(text_model, {"max_model_len": 64})
-    try:
-        processor = OmniProcessor(model.vllm_config)
-    finally:
-        model.close()
+    processor = OmniProcessor(ARModel(text_model, {"max_model_len": 64}).vllm_config)
     assert processor.process_input(OmniRequest(prompt="a cat")).prompt == "a cat"
 
 

@@ -193,10 +193,7 @@ def test_configuration_api_takes_vllms_own(checkpoint: MakeCheckpoint, end: Any,
         llm = end(OmniAsyncLLM.from_vllm_config(vllm_config=vllm_config, stage_configs=stages))
         return await draw_small(llm)
 
-    try:
-        answer = asyncio.run(asyncio.wait_for(draw(), EXAMPLE_SECONDS))
-    finally:
-        model.close()
+    answer = asyncio.run(asyncio.wait_for(draw(), EXAMPLE_SECONDS))
     assert_is_picture(answer, (48, 32))
 
 
@@ -223,19 +220,15 @@ def test_custom_processor_api(checkpoint: MakeCheckpoint, kind: str) -> None:
             # Custom tokenization logic
             return TokenizedData(token_ids=(data,))
 
-    model = ARModel(checkpoint(0), {"max_model_len": 64})
-    try:
-        vllm_config: Any = {
-            "folder": checkpoint(0),
-            "engine arguments": EngineArgs(model=str(checkpoint(0))),
-            "VllmConfig": model.vllm_config,
-        }[kind]
+    vllm_config: Any = {
+        "folder": checkpoint(0),
+        "engine arguments": EngineArgs(model=str(checkpoint(0))),
+        "VllmConfig": ARModel(checkpoint(0), {"max_model_len": 64}).vllm_config,
+    }[kind]
 
-        # Register custom processor
-        processor = OmniProcessor(vllm_config)
-        processor.register_modality_processor("custom_modality", CustomMultimodalProcessor())
-    finally:
-        model.close()
+    # Register custom processor
+    processor = OmniProcessor(vllm_config)
+    processor.register_modality_processor("custom_modality", CustomMultimodalProcessor())
 
     inputs = processor.process_input(OmniRequest(input_modalities={"custom_modality": 7}))
     assert inputs.prompt == "the number 7"

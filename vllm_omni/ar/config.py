@@ -6,7 +6,8 @@ Seams, checked against vLLM 0.32.0: `EngineArgs`, `VllmConfig.parallel_config.wo
 from __future__ import annotations
 
 import copy
-import tempfile
+import hashlib
+import uuid
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,22 +15,35 @@ from typing import Any
 
 from vllm import EngineArgs
 from vllm.config import PoolerConfig, VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from vllm_omni import envs
 from vllm_omni.ar.rendering import describe
-from vllm_omni.ar.worker import HiddenStatesCPUWorker
+from vllm_omni.ar.worker import worker_class_name
 from vllm_omni.errors import ConfigError, ModelLoadError
 
-DEFAULT_ENGINE_ARGS: Mapping[str, Any] = {
+CPU_ENGINE_ARGS: Mapping[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,  # compiling takes more than a minute
     "kv_cache_memory_bytes": 64 << 20,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 1024,
+    "use_tqdm_on_load": False,
+    # The class's name: "uni" would become worker processes.
+    "distributed_executor_backend": f"{UniProcExecutor.__module__}.{UniProcExecutor.__name__}",
 }
 """For a small machine without a GPU; each can be overridden."""
 
-OWN_ENGINE_ARGS = ("model", "tokenizer", "worker_cls", "distributed_executor_backend")
+CUDA_ENGINE_ARGS: Mapping[str, Any] = {
+    "dtype": "auto",  # the checkpoint's, usually bfloat16
+    "gpu_memory_utilization": 0.35,  # of the whole GPU: other stages share it
+    "max_num_seqs": 64,
+    "use_tqdm_on_load": False,
+}
+"""For an NVIDIA GPU, where CUDA graphs pay; each can be overridden. Read, not run."""
+
+OWN_ENGINE_ARGS = ("model", "tokenizer", "worker_cls")
 """What a stage sets itself."""
 
 # Folders of a checkpoint in diffusers layout that vLLM needs as one. Of two files with the same
@@ -49,42 +63,29 @@ class ARModel:
 
     def __init__(self, model: str | Path, vllm_config: Any = None) -> None:
         self.model = Path(model)
-        # vLLM reads weights, tokenizer and image settings from one folder; checkpoints have three.
-        self._links = tempfile.TemporaryDirectory(prefix="vllm-omni-ar-")
-        try:
-            if isinstance(vllm_config, VllmConfig):
-                self.vllm_config = _with_own_worker(vllm_config)
-                self.folder = Path(vllm_config.model_config.model)
-            else:
-                self.folder = _find_folder(self.model, Path(self._links.name))
-                self.vllm_config = self._create_config(_to_mapping(vllm_config))
-        except BaseException:
-            self.close()
-            raise
+        if isinstance(vllm_config, VllmConfig):
+            self.vllm_config = _with_own_worker(vllm_config)
+            self.folder = Path(vllm_config.model_config.model)
+        else:
+            self.folder = _find_folder(self.model)
+            self.vllm_config = self._create_config(_to_mapping(vllm_config))
 
     @property
     def reads_images(self) -> bool:
         return (self.folder / "preprocessor_config.json").is_file()
-
-    def close(self) -> None:
-        """Remove the temporary folder; after that the model cannot be loaded again."""
-        self._links.cleanup()
 
     def _create_config(self, engine_args: Mapping[str, Any]) -> VllmConfig:
         own = sorted(set(engine_args) & set(OWN_ENGINE_ARGS))
         if own:
             raise ConfigError("vllm_config", own, "the stage sets these itself")
         limits = {"video": 0} if self.reads_images else {"video": 0, "image": 0}
-        args = {"limit_mm_per_prompt": limits, **DEFAULT_ENGINE_ARGS, **engine_args}
+        defaults = CUDA_ENGINE_ARGS if current_platform.is_cuda() else CPU_ENGINE_ARGS
+        args = {"limit_mm_per_prompt": limits, **defaults, **engine_args}
         if args.get("runner") == "pooling":
             args |= {"convert": "embed", "pooler_config": _EVERY_TOKEN}
         try:
             return EngineArgs(
-                model=str(self.folder),
-                worker_cls=_name(HiddenStatesCPUWorker),
-                # The class's name: "uni" would become worker processes on a CPU.
-                distributed_executor_backend=_name(UniProcExecutor),
-                **args,
+                model=str(self.folder), worker_cls=worker_class_name(), **args
             ).create_engine_config()
         except TypeError as error:  # an unknown name
             raise ConfigError("vllm_config", sorted(engine_args), str(error)) from error
@@ -96,8 +97,11 @@ class ARModel:
 _EVERY_TOKEN = PoolerConfig(task="token_embed", tok_pooling_type="ALL", use_activation=False)
 
 
-def _find_folder(model: Path, links: Path) -> Path:
-    """The folder that vLLM is to read, which `links` becomes if the model has several."""
+def _find_folder(model: Path) -> Path:
+    """The folder that vLLM is to read: weights, tokenizer and image settings in one.
+
+    A checkpoint in diffusers layout has three; links to their files are kept in the cache.
+    """
     if (model / "config.json").is_file():
         return model.resolve()
     if not (model / CHECKPOINT_FOLDERS[0] / "config.json").is_file():
@@ -105,12 +109,33 @@ def _find_folder(model: Path, links: Path) -> Path:
             f"{model} is not a checkpoint: neither config.json nor "
             f"{CHECKPOINT_FOLDERS[0]}/config.json is there"
         )
+    files: dict[str, Path] = {}
     for folder in CHECKPOINT_FOLDERS:
-        for file in sorted((model / folder).glob("*")):
-            link = links / file.name
-            if not link.is_symlink():
-                link.symlink_to(file.resolve())
+        for file in (model / folder).glob("*"):
+            files.setdefault(file.name, file.resolve())
+    digest = hashlib.sha256(str(model.resolve()).encode()).hexdigest()
+    links = envs.cache_dir() / "ar" / digest[:16]
+    try:
+        _link_files(files, links)
+    except OSError as error:
+        raise ModelLoadError(
+            f"the cache for {model} cannot be written, set VLLM_OMNI_CACHE: {error}"
+        ) from error
     return links
+
+
+def _link_files(files: Mapping[str, Path], links: Path) -> None:
+    """Make `links` a folder of links to these files, whatever it was before."""
+    links.mkdir(parents=True, exist_ok=True)
+    for old in links.iterdir():
+        if old.name not in files:
+            old.unlink(missing_ok=True)
+    for name, file in files.items():
+        link = links / name
+        if not link.is_symlink() or link.readlink() != file:
+            new = links.parent / f"{uuid.uuid4().hex}"
+            new.symlink_to(file)
+            new.replace(link)  # at once: another process may be reading
 
 
 def _to_mapping(vllm_config: Any) -> Mapping[str, Any]:
@@ -131,10 +156,8 @@ def _to_mapping(vllm_config: Any) -> Mapping[str, Any]:
 
 def _with_own_worker(vllm_config: VllmConfig) -> VllmConfig:
     vllm_config = copy.deepcopy(vllm_config)
-    vllm_config.parallel_config.worker_cls = _name(HiddenStatesCPUWorker)
-    vllm_config.parallel_config.distributed_executor_backend = _name(UniProcExecutor)
+    vllm_config.parallel_config.worker_cls = worker_class_name()
+    if current_platform.is_cpu():
+        backend = CPU_ENGINE_ARGS["distributed_executor_backend"]
+        vllm_config.parallel_config.distributed_executor_backend = backend
     return vllm_config
-
-
-def _name(of: type) -> str:
-    return f"{of.__module__}.{of.__name__}"

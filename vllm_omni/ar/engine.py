@@ -7,6 +7,7 @@ Seams, checked against vLLM 0.32.0: `LLMEngine` with its `renderer`, `output_pro
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.executor.abstract import Executor
 
 from vllm_omni.ar.config import ARModel
 from vllm_omni.ar.messages import ARRequest
@@ -36,11 +37,7 @@ class AREngine:
     def __init__(self, model: str | Path, vllm_config: Any = None) -> None:
         """Load a model; for the arguments see `ARModel`."""
         self.model = ARModel(model, vllm_config)
-        try:
-            self._engine = _load(self.model)
-        except BaseException:
-            self.model.close()
-            raise
+        self._engine = _load(self.model)
         _running.append(self)
         self._outputs = HiddenStatesOutputProcessor.replace(self._engine)
         self._requests: dict[str, ARRequest] = {}  # not finished
@@ -79,7 +76,9 @@ class AREngine:
         self._aborted += aborted
 
     def has_requests(self) -> bool:
-        return bool(self._requests or self._aborted)
+        """Whether there is anything left to do; also to let the worker free what has ended."""
+        has_finished: bool = self.scheduler.has_finished_requests()
+        return bool(self._requests or self._aborted) or has_finished
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """One step of vLLM: the news by client, and whether there was any work.
@@ -95,7 +94,6 @@ class AREngine:
             for request_id in self._aborted
         ]
         self._aborted = []
-        # Also when all were aborted: the worker frees what it holds for them in its next step.
         try:
             request_outputs = self._engine.step()
         except Exception as error:  # whatever it is, vLLM's state is undefined now
@@ -114,7 +112,6 @@ class AREngine:
         _running.remove(self)
         _ended.append(self._engine.engine_core)
         self._engine.model_executor.shutdown()
-        self.model.close()
         if not _running:
             # The rest ends torch's process group, which all engines of a process share.
             while _ended:
@@ -135,10 +132,11 @@ def check_images(model: ARModel, request: ARRequest) -> None:
 
 def _load(model: ARModel) -> LLMEngine:
     try:
-        with _globals_kept():
+        with _globals_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM's walk over torch's names
             return LLMEngine(
                 model.vllm_config,
-                executor_class=UniProcExecutor,
+                executor_class=Executor.get_class(model.vllm_config),
                 log_stats=False,
                 multiprocess_mode=False,
             )
@@ -150,7 +148,6 @@ def _load(model: ARModel) -> LLMEngine:
 def _globals_kept() -> Iterator[None]:
     """Undo what a CPU worker does to its process, which here is the caller's."""
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    synchronize, empty_cache = torch.accelerator.synchronize, torch.accelerator.empty_cache
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -158,6 +155,5 @@ def _globals_kept() -> Iterator[None]:
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
-        torch.accelerator.synchronize, torch.accelerator.empty_cache = synchronize, empty_cache
         random.setstate(python_state)
         np.random.set_state(numpy_state)

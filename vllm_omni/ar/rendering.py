@@ -75,7 +75,8 @@ def make_sampling_params(
         return SamplingParams.from_optional(**defaults)
     try:
         return SamplingParams(**params)
-    except (TypeError, ValueError, VLLMValidationError) as error:  # a name or a value
+    # An unknown name, an impossible value.
+    except (TypeError, ValueError, VLLMValidationError) as error:
         raise InvalidParameterError("sampling_params", params, str(error)) from error
 
 

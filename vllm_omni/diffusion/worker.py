@@ -23,6 +23,7 @@ from vllm_omni.diffusion.messages import (
 from vllm_omni.diffusion.model_runner import DiffusionModelRunner
 from vllm_omni.diffusion.pipeline_manager import PipelineManager
 from vllm_omni.errors import EngineError
+from vllm_omni.importing import fast_imports
 from vllm_omni.models.interface import RunnerAdapter
 from vllm_omni.models.registry import get_model_spec, load_class
 from vllm_omni.serial import MessageDecoder, encode
@@ -109,7 +110,8 @@ def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers
     if config.device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
     try:
-        worker = make_worker(config, rank)
+        with fast_imports():
+            worker = make_worker(config, rank)
     except Exception as error:
         logger.exception("worker %d cannot start", rank)
         connection.send_bytes(encode(WorkerReply(error=f"{type(error).__name__}: {error}")))
@@ -122,7 +124,7 @@ def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers
         try:
             call = call_decoder.decode(connection.recv_bytes())
         except EOFError:
-            return
+            os._exit(0)  # at once: nothing is left to save, and taking torch apart lasts a while
         try:
             if call.scheduler_output is not None:
                 reply = WorkerReply(model_output=worker.execute_model(call.scheduler_output))

@@ -16,6 +16,7 @@ from vllm_omni.engine.processor import OmniProcessor
 from vllm_omni.engine.stage_client import EmbeddedCore, StageClient
 from vllm_omni.engine.stages import complete_stage_configs, derive_stage_configs
 from vllm_omni.errors import EngineDeadError, InvalidParameterError
+from vllm_omni.importing import fast_imports
 from vllm_omni.outputs import OmniOutput
 from vllm_omni.request import OmniRequest, OutputKind
 
@@ -36,10 +37,10 @@ class OmniAsyncLLM:
         """Start the stages that a config names; it must name at least one."""
         self.stage_configs = complete_stage_configs(config.stage_configs, config.vllm_config)
         self.config = replace(config, stage_configs=self.stage_configs)
+        self.clients = _make_clients(self.config)
         # The last stage is the one whose model draws, where there is one.
         self.processor = OmniProcessor(self.stage_configs[-1].model_path)
         self.output_processor = MultimodalOutputProcessor()
-        self.clients = _make_clients(self.config)
         self.coordinator = CrossEngineCoordinator(
             self.clients, self.processor, self.output_processor
         )
@@ -138,6 +139,7 @@ def _make_clients(config: OmniConfig) -> list[StageClient]:
         return list(EmbeddedCore(OmniEngineCore(config.stage_configs)).clients.values())
     # The server of processes imports vLLM while this process does.
     start_forkserver()
-    from vllm_omni.engine.process_client import start_stages
+    with fast_imports():
+        from vllm_omni.engine.process_client import start_stages
 
     return start_stages(config.stage_configs)

@@ -215,7 +215,7 @@ class CrossEngineCoordinator:
             async for output in outputs:
                 if output.finished:
                     finals.append(output)
-                if (news := self._process_news(walk, output)) is not None:
+                if (news := self._process_news(hop, walk, output)) is not None:
                     yield news
         walk.held = None
         if any(output.finish_reason is FinishReason.ABORT for output in finals):
@@ -242,11 +242,11 @@ class CrossEngineCoordinator:
             return [processor.make_text_request(request, walk.inputs)]
         return [processor.make_rewrite_request(request, walk.inputs)]
 
-    def _process_news(self, walk: Walk, output: EngineCoreOutput) -> OmniOutput | None:
+    def _process_news(self, hop: Hop, walk: Walk, output: EngineCoreOutput) -> OmniOutput | None:
         """What the user gets to know of a stage's output before the answer is there."""
         if walk.parent is not None:
             return _process_progress(walk, walk.parent, output)
-        if output.output_type != "text" or output.request_output is None:
+        if hop.modality != "text" or output.request_output is None:
             return None
         written = output.request_output.outputs[0].text
         walk.text = walk.text + written if _is_delta(walk.request) else written

@@ -15,6 +15,7 @@ from vllm_omni.diffusion.engine_core import DiffusionEngineCore
 from vllm_omni.diffusion.executor import DiffusionExecutor
 from vllm_omni.engine.stages import make_dit_config
 from vllm_omni.errors import EngineDeadError, EngineError
+from vllm_omni.importing import fast_imports
 from vllm_omni.outputs import EngineCoreOutputs
 
 logger = logging.getLogger(__name__)
@@ -145,8 +146,9 @@ class OmniEngineCore:
             self.stage_engines[stage_id] = DiffusionEngineCore(dit_config, executor)
         for stage_id, stage in self.stage_configs.items():
             if stage.engine_type == "ar":
-                # vLLM takes seconds to import, so it is not before the workers have started.
-                from vllm_omni.ar.engine import AREngine
+                # vLLM takes seconds to import: not before the workers have started.
+                with fast_imports():
+                    from vllm_omni.ar.engine import AREngine
 
                 self.stage_engines[stage_id] = AREngine(stage.model_path, stage.vllm_config)
         for stage_id in dit_configs:

@@ -15,6 +15,7 @@ import os
 import queue
 import signal
 import threading
+import warnings
 from collections.abc import Iterable
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ import setproctitle
 import torch
 from vllm import PoolingParams
 from vllm.config import DeviceConfig, VllmConfig
+from vllm.logger import configure_logging_if_needed
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -256,8 +258,11 @@ def run_core_proc(
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    configure_logging_if_needed(kwargs["vllm_config"].logging_config)
     try:
-        core = core_class(**kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM's walk over torch's names
+            core = core_class(**kwargs)
     except Exception as error:
         failure.send_bytes(describe(error).encode())
         raise

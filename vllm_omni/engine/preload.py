@@ -3,19 +3,18 @@
 Nothing may be computed here: a thread pool does not survive a fork.
 """
 
-import gc
+import importlib
+import logging
 
-# Most of the time of an import goes into looking for garbage among what was just made. What is
-# there now stays for good, and children should not write to its pages.
-gc.disable()
+from vllm_omni.importing import fast_imports
+from vllm_omni.models.registry import MODELS, load_class
 
-import vllm.v1.worker.cpu_worker  # noqa: E402
+# Where it is missing, as on CPUs, torch says so whenever it is imported.
+logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
-import vllm_omni.engine.core_proc  # noqa: E402, F401
-from vllm_omni.models.registry import MODELS, load_class  # noqa: E402
-
-for spec in MODELS.values():
-    for name in (*spec.components.values(), spec.adapter):
-        load_class(name)
-gc.freeze()
-gc.enable()
+with fast_imports():
+    importlib.import_module("vllm_omni.ar.cpu_worker")
+    importlib.import_module("vllm_omni.engine.core_proc")
+    for spec in MODELS.values():
+        for name in (*spec.components.values(), spec.adapter):
+            load_class(name)

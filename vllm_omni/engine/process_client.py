@@ -277,9 +277,9 @@ class ARProcClient(ProcStageClient):
         self.fail(EngineDeadError("the engine was shut down"))
         if self.llm is not None:
             self.llm.shutdown()
+            _close_context(self.llm.engine_core)
             self.llm = None  # or it would shut down again when the interpreter ends
         self.process.shutdown()
-        self.model.close()
 
     async def _read(self, request: ARRequest, collector: Any) -> None:
         """Pass on what comes for one request."""
@@ -368,6 +368,7 @@ class DiffusionProcClient(ProcStageClient):
         self.fail(EngineDeadError("the engine was shut down"))
         if self.core is not None:
             self.core.shutdown()
+            _close_context(self.core)
             self.core = None
         self.process.shutdown()
 
@@ -394,6 +395,14 @@ def _watch(client: Any, process: StageProcess) -> None:
     """Let vLLM's client notice when a process ends that it has not started itself."""
     client.resources.engine_manager = process
     client.start_engine_core_monitor()
+
+
+def _close_context(client: Any) -> None:
+    """Let go of ZMQ, which vLLM leaves to the garbage collector."""
+    sockets = (client.resources.input_socket, client.resources.output_socket)
+    # In another thread than the event loop's vLLM only asks for them to be closed.
+    if all(socket.closed for socket in sockets):
+        client.resources.ctx.term()
 
 
 def _output_processor(llm: AsyncLLM) -> HiddenStatesOutputProcessor:

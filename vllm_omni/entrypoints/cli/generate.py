@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_omni.config import DiTConfig
+from vllm_omni.config import DiTConfig, Mode
 from vllm_omni.entrypoints.cli.settings import add_settings, read_settings
 from vllm_omni.errors import InvalidParameterError
+from vllm_omni.importing import fast_imports
 from vllm_omni.params import DiffusionParams
+from vllm_omni.stage_file import read_stage_file
 
 if TYPE_CHECKING:
     from vllm_omni.outputs import OmniOutput
@@ -50,7 +53,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--negative", metavar="TEXT", help="what not to draw; turns guidance on")
     parser.add_argument("--seed", metavar="S", type=int, help="default: a random one")
     parser.add_argument("-n", metavar="N", type=int, default=1, help="pictures per prompt")
+    parser.add_argument(
+        "--output-format",
+        choices=("image", "text+image"),
+        default="image",
+        help="text+image: the model first writes a fuller prompt; default: %(default)s",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    parser.add_argument(
+        "--mode",
+        choices=get_args(Mode),
+        default="embedded",
+        help="where stages run: in this process, or each in one of its own; default: %(default)s",
+    )
+    parser.add_argument(
+        "--stage-configs",
+        metavar="FILE",
+        type=Path,
+        help="YAML file of the stages to run, instead of those of the model",
+    )
     add_settings(
         parser, DiTConfig, leave_out=("model", "model_type", "stage_id", "load_text_encoder")
     )
@@ -67,26 +88,43 @@ def run(args: argparse.Namespace) -> int:
     # Heavy imports only now, so that --help and wrong arguments answer at once.
     from tqdm import tqdm
 
-    from vllm_omni.entrypoints.omni import Omni
+    with fast_imports():
+        from vllm_omni.entrypoints.omni import Omni
 
-    settings = read_settings(args, DiTConfig) | {"model": args.model}
-    with Omni(**settings) as omni, tqdm(unit="step", disable=None, leave=False) as bar:
+    omni = Omni(**_settings(args))
+    # An orderly shutdown takes longer than a small picture; that the process ends is enough, where
+    # everything is in it.
+    ends_with_process = args.is_shell and args.mode == "embedded"
+    with nullcontext() if ends_with_process else omni:
+        with tqdm(unit="step", disable=None, leave=False) as bar:
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
 
-        outputs = omni.generate(args.prompts, params, progress=show)
+            outputs = omni.generate(
+                args.prompts, params, progress=show, output_format=args.output_format
+            )
+        _write(outputs, args)
+    return 1 if any(output.error is not None for output in outputs) else 0
 
-    num_images = sum(len(output.images) for output in outputs)
-    paths = _paths(args.output, num_images)
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    settings: dict[str, Any] = {"model": args.model, "mode": args.mode}
+    if args.stage_configs is not None:
+        return settings | {"stage_configs": read_stage_file(args.stage_configs)}
+    # In a process of their own the diffusion libraries are imported while this one imports vLLM.
+    return settings | {"worker_processes": 1} | read_settings(args, DiTConfig)
+
+
+def _write(outputs: Sequence[OmniOutput], args: argparse.Namespace) -> None:
+    paths = _paths(args.output, sum(len(output.images) for output in outputs))
     for output in outputs:
         files = []
         for image in output.images:
             files.append(next(paths))
             image.save(files[-1])
         _report(output, files, as_json=args.json)
-    return 1 if any(output.error is not None for output in outputs) else 0
 
 
 def _params(args: argparse.Namespace) -> DiffusionParams:
@@ -119,6 +157,7 @@ def _report(output: OmniOutput, files: list[Path], as_json: bool) -> None:
     if as_json:
         report = {
             "prompt": output.prompt,
+            "text": output.text,
             "files": [str(file) for file in files],
             "seeds": output.seeds,
             "error": None if output.error is None else str(output.error),
@@ -126,6 +165,8 @@ def _report(output: OmniOutput, files: list[Path], as_json: bool) -> None:
         }
         print(json.dumps(report, ensure_ascii=False))
         return
+    if output.text is not None:
+        print(output.text)
     for file in files:
         print(file)
     if output.error is not None:

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
 import vllm_omni
+from vllm_omni import envs
 from vllm_omni.entrypoints.cli import checkpoint, doctor, generate
 from vllm_omni.errors import EngineError, OmniRequestError
 
 COMMANDS = (generate, checkpoint, doctor)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code is 0, 1 for a failure, 2 for a wrong argument."""
+def run() -> None:
+    """The command as a shell starts it."""
+    exit_code = main(is_shell=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit(): to take apart an interpreter with vLLM in it lasts seconds and is of no use.
+    os._exit(exit_code)
+
+
+def main(argv: Sequence[str] | None = None, is_shell: bool = False) -> int:
+    """Run a command; its exit code is 0, 1 for a failure, 2 for a wrong argument.
+
+    Args:
+        is_shell: the process ends with the command.
+    """
     args = make_parser().parse_args(argv)
+    args.is_shell = is_shell
+    envs.set_log_level(args.log_level)
+    # Where it is missing, as on CPUs, torch says so in every run.
+    logging.getLogger("torch._library.triton").setLevel(args.log_level.upper())
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=args.log_level.upper())
     try:
         exit_code: int = args.run(args)
@@ -46,4 +65,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()
