@@ -10,6 +10,7 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,7 @@ def test_news_are_text_first_and_then_steps(llm: OmniAsyncLLM, runner: asyncio.R
     steps = [output.step for output in news if output.num_steps]
     assert len(news) == len(texts) + len(steps)
     assert [output.text is not None for output in news] == [True] * len(texts) + [False] * 2
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     assert texts[-1] == answer.text
     assert steps == [1, 2]
     assert (answer.step, answer.num_steps) == (3, 3)
