@@ -9,7 +9,7 @@ import copy
 import hashlib
 import uuid
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +142,20 @@ def _to_mapping(vllm_config: Any) -> Mapping[str, Any]:
     if vllm_config is None:
         return {}
     if isinstance(vllm_config, EngineArgs):
-        default = EngineArgs(model=vllm_config.model)  # without one, vLLM looks for its own
-        given = {field.name: getattr(vllm_config, field.name) for field in fields(default)}
+        given = {field.name: getattr(vllm_config, field.name) for field in fields(EngineArgs)}
+        defaults = {field.name: _get_default(field) for field in fields(EngineArgs)}
         return {
             name: value
             for name, value in given.items()
-            if name != "model" and value != getattr(default, name)
+            if name != "model" and value != defaults[name]
         }
     if not isinstance(vllm_config, Mapping):
         raise ConfigError("vllm_config", vllm_config, "a VllmConfig, EngineArgs or a mapping")
     return vllm_config
+
+
+def _get_default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _with_own_worker(vllm_config: VllmConfig) -> VllmConfig:

@@ -123,7 +123,7 @@ def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers
     while True:
         try:
             call = call_decoder.decode(connection.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             os._exit(0)  # at once: nothing is left to save, and taking torch apart lasts a while
         try:
             if call.scheduler_output is not None:

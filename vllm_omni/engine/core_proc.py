@@ -245,16 +245,14 @@ def run_core_proc(
     """
     setproctitle.setproctitle(title)
     _end_with_parent()
-    is_asked_to_stop = threading.Event()
     core: EngineCoreProc | None = None
     wake_up: SignalCallback | None = None
 
     def stop(signum: int, frame: Any) -> None:
-        is_asked_to_stop.set()
-        if core is not None:
-            core.shutdown_state = EngineShutdownState.REQUESTED
-        if wake_up is not None:
-            wake_up.trigger()
+        if core is None or wake_up is None:
+            raise SystemExit(0)  # nobody waits for a core that is still being made
+        core.shutdown_state = EngineShutdownState.REQUESTED
+        wake_up.trigger()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -268,8 +266,6 @@ def run_core_proc(
         raise
     queue_of_core = core.input_queue
     wake_up = SignalCallback(lambda: queue_of_core.put_nowait((EngineCoreRequestType.WAKEUP, None)))
-    if is_asked_to_stop.is_set():
-        core.shutdown_state = EngineShutdownState.REQUESTED
     try:
         core.run_busy_loop()
     except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_the_demo_model_from_a_shell(tmp_path: Path) -> None:
     path = tmp_path / "demo.png"
     done = subprocess.run(
         [*COMMAND, "generate", "a red star", "-o", str(path), *SMALL],
-        env={"PATH": "", "VLLM_OMNI_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path)},
+        env={"PATH": os.defpath, "VLLM_OMNI_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         check=True,
@@ -101,3 +102,35 @@ def test_the_demo_model_from_a_shell(tmp_path: Path) -> None:
     assert done.stdout == f"{path}\n"
     assert read(path)[0] == (96, 64)
     assert "Warning" not in done.stderr and "Loading" not in done.stderr
+
+
+def test_text_and_image_in_processes_of_their_own(
+    checkpoint: MakeCheckpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.png"
+    arguments = ["generate", "a cat", "-o", str(path), "--output-format", "text+image", "--json"]
+    model = ["--model", str(checkpoint(0)), "--mode", "process"]
+    assert main([*arguments, *model, *SMALL]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert isinstance(report["text"], str) and report["files"] == [str(path)]
+    assert read(path)[0] == (96, 64)
+
+
+def test_stages_from_a_file(
+    checkpoint: MakeCheckpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = tmp_path / "stages.yaml"
+    stages.write_text(
+        "stage_configs:\n"
+        "  - stage_id: 0\n"
+        "    engine_type: diffusion\n"
+        f"    model_path: {checkpoint(0)}\n"
+        "    dit_config: {device: cpu}\n"
+    )
+    path = tmp_path / "x.png"
+    arguments = ["generate", "a cat", "-o", str(path), "--size", "96x64", "--steps", "2"]
+    assert main([*arguments, "--seed", "1", "--stage-configs", str(stages)]) == 0
+    assert capsys.readouterr().out == f"{path}\n"
+    stages.write_text(stages.read_text().replace("device: cpu", "devise: cpu"))
+    assert main([*arguments, "--stage-configs", str(stages)]) == 2
+    assert "stages.yaml:5: " in capsys.readouterr().err

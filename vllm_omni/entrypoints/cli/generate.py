@@ -112,9 +112,11 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"model": args.model, "mode": args.mode}
     if args.stage_configs is not None:
-        return settings | {"stage_configs": read_stage_file(args.stage_configs)}
-    # In a process of their own the diffusion libraries are imported while this one imports vLLM.
-    return settings | {"worker_processes": 1} | read_settings(args, DiTConfig)
+        settings["stage_configs"] = read_stage_file(args.stage_configs)
+    else:
+        # In a process of its own, diffusers is imported while this one imports vLLM.
+        settings["worker_processes"] = 1
+    return settings | read_settings(args, DiTConfig)
 
 
 def _write(outputs: Sequence[OmniOutput], args: argparse.Namespace) -> None:

@@ -1,0 +1,246 @@
+"""What goes wrong in a stage: the documented error, with its cause, in both modes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.drawing import MakeCheckpoint
+from vllm_omni import DiffusionParams, OmniAsyncLLM, OmniRequest, OutputMode
+from vllm_omni.config import DiTCacheConfig, DiTConfig, StageConfig
+from vllm_omni.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    ModelLoadError,
+    OmniRequestError,
+    StageExecutionError,
+)
+from vllm_omni.outputs import OmniOutput
+
+MODES = pytest.mark.parametrize("mode", ["embedded", "process"])
+SMALL = DiffusionParams(
+    height=64, width=64, num_inference_steps=3, seed=1, output_mode=OutputMode.LATENTS
+)
+LARGE = replace(SMALL, height=512, width=512)
+
+
+async def answer(llm: OmniAsyncLLM, **fields: Any) -> OmniOutput:
+    async for output in llm.generate(OmniRequest(prompt="a cat", **fields)):  # noqa: B007
+        pass
+    return output
+
+
+def create_drawing_stage(model: Path, **settings: Any) -> StageConfig:
+    """A diffusion stage that encodes prompts itself: the whole system in one stage."""
+    return StageConfig(
+        stage_id=1,
+        engine_type="diffusion",
+        model_path=str(model),
+        dit_config=DiTConfig(device="cpu", **settings),
+    )
+
+
+@MODES
+def test_a_stage_that_fails_in_its_work_fails_one_request(
+    checkpoint: MakeCheckpoint, mode: Any
+) -> None:
+    stage = create_drawing_stage(checkpoint(0), cache_config=DiTCacheConfig(max_cache_size=100_000))
+
+    async def main() -> None:
+        llm = OmniAsyncLLM.from_vllm_config(stage_configs=[stage], mode=mode)
+        try:
+            [failed, drawn] = await asyncio.gather(
+                answer(llm, params=LARGE), answer(llm, params=SMALL), return_exceptions=True
+            )
+            assert isinstance(failed, StageExecutionError)
+            assert "CacheAllocationError" in str(failed) and "max_cache_size=100000" in str(failed)
+            assert isinstance(drawn, OmniOutput) and drawn.latents is not None
+            assert (await answer(llm, params=SMALL)).latents is not None
+            await llm.check_health()
+            [stats] = await llm.collective_rpc(1, "get_stats")
+            assert stats["num_requests"] == 0
+            with pytest.raises(EngineError, match="unknown method 'explode'"):
+                await llm.collective_rpc(1, "explode")
+        finally:
+            llm.shutdown()
+
+    asyncio.run(main())
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: shutil.rmtree(path / "text_encoder"), "text_encoder/config.json"),
+        (lambda path: (path / "text_encoder" / "config.json").write_text("{"), "(?i)json"),
+        (
+            lambda path: (path / "text_encoder" / "model.safetensors").write_bytes(b"nothing"),
+            "(?i)safetensors|header",
+        ),
+        (lambda path: (path / "vae" / "config.json").unlink(), "vae"),
+        (
+            lambda path: next((path / "transformer").glob("*.safetensors")).write_bytes(b"no"),
+            "transformer",
+        ),
+        (lambda path: (path / "model_index.json").unlink(), "model_index.json"),
+    ],
+    ids=["no encoder", "encoder config", "encoder weights", "no vae", "weights", "no index"],
+)
+def test_a_broken_checkpoint_says_what_is_broken(
+    checkpoint: MakeCheckpoint,
+    tmp_path: Path,
+    mode: Any,
+    damage: Callable[[Path], Any],
+    message: str,
+) -> None:
+    model = shutil.copytree(checkpoint(0), tmp_path / "model")
+    damage(model)
+    children = set(psutil.Process().children(recursive=True))
+    with pytest.raises(ModelLoadError, match=message):
+        OmniAsyncLLM.from_pretrained(str(model), mode=mode, device="cpu")
+    # Nothing is left running; the server that processes are forked from stays.
+    started = set(psutil.Process().children(recursive=True)) - children
+    stages = [process for process in started if process.name().startswith("vllm-omni")]
+    assert [process for process in stages if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_processes_have_names_and_end_with_their_parent(
+    checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import time\n"
+        "from vllm_omni import OmniAsyncLLM\n"
+        "if __name__ == '__main__':\n"
+        f"    llm = OmniAsyncLLM.from_pretrained({str(checkpoint(0))!r}, mode='process')\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        while "ready" not in parent.stdout.readline():
+            assert parent.poll() is None
+        stages = [
+            child
+            for child in psutil.Process(parent.pid).children(recursive=True)
+            if child.cmdline()[0].startswith("vllm-omni")
+        ]
+        assert sorted(child.cmdline()[0] for child in stages) == [
+            "vllm-omni ar:0",
+            "vllm-omni diffusion:1",
+        ]
+        os.kill(parent.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(stages, timeout=10)
+    assert alive == []
+
+
+@pytest.mark.parametrize("stage_id", [0, 1])
+def test_a_killed_process_ends_its_requests_and_no_others(
+    checkpoint: MakeCheckpoint, stage_id: int
+) -> None:
+    async def main() -> None:
+        llm = OmniAsyncLLM.from_pretrained(str(checkpoint(0)), mode="process", device="cpu")
+        try:
+            names = {0: "vllm-omni ar:0", 1: "vllm-omni diffusion:1"}
+            [process] = [
+                child
+                for child in psutil.Process().children(recursive=True)
+                if child.cmdline()[:1] == [names[stage_id]]
+            ]
+            fields: list[dict[str, Any]] = [
+                {
+                    "output_format": "text",
+                    "sampling_params": {"max_tokens": 2000, "ignore_eos": True},
+                },
+                {"params": replace(LARGE, num_inference_steps=500)},
+            ]
+            async with aclosing(
+                llm.generate(OmniRequest(prompt="a cat", **fields[stage_id]))
+            ) as stream:
+                await anext(stream)
+                process.kill()
+                start = time.monotonic()
+                with pytest.raises(EngineDeadError, match=rf"stage {stage_id} .* has ended"):
+                    async for _ in stream:
+                        pass
+                assert time.monotonic() - start < 5
+            with pytest.raises(EngineDeadError):
+                await llm.check_health()
+            with pytest.raises(EngineDeadError):
+                await llm.collective_rpc(stage_id, "get_stats")
+            with pytest.raises(EngineDeadError):
+                await answer(llm, **fields[stage_id])
+            if stage_id == 1:  # text does not need the stage that is gone
+                text = await answer(
+                    llm, output_format="text", sampling_params={"max_tokens": 3, "ignore_eos": True}
+                )
+                assert len(text.outputs[0].token_ids) == 3
+        finally:
+            llm.shutdown()
+
+    asyncio.run(main())
+
+
+@MODES
+def test_after_the_shutdown(checkpoint: MakeCheckpoint, mode: Any) -> None:
+    async def main() -> None:
+        llm = OmniAsyncLLM.from_vllm_config(
+            stage_configs=[create_drawing_stage(checkpoint(0))], mode=mode
+        )
+        task = asyncio.create_task(answer(llm, params=replace(LARGE, num_inference_steps=500)))
+        await asyncio.sleep(0.5)
+        llm.shutdown()
+        llm.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await task
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await answer(llm, params=SMALL)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mode": "cloud"}, ConfigError, "one of embedded, process"),
+        ({"colour": "red"}, TypeError, "colour"),
+        ({"vllm_config": {"max_num_seq": 3}}, ConfigError, "max_num_seq"),
+        ({"vllm_config": {"model": "mine"}}, ConfigError, "the stage sets these itself"),
+        ({"vllm_config": 3}, ConfigError, "a VllmConfig"),
+        ({"policy": "random"}, ConfigError, "one of fcfs"),
+    ],
+)
+def test_wrong_settings(
+    checkpoint: MakeCheckpoint, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        OmniAsyncLLM.from_pretrained(str(checkpoint(0)), **arguments)
+
+
+def test_no_stage_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one stage"):
+        OmniAsyncLLM.from_vllm_config(stage_configs=[])
+
+
+def test_what_is_not_a_request_is_refused(embedded_llm: OmniAsyncLLM) -> None:
+    async def main() -> None:
+        with pytest.raises(OmniRequestError, match="an OmniRequest"):
+            await anext(embedded_llm.generate("a cat"))  # type: ignore[arg-type]
+
+    asyncio.run(main())
