@@ -351,6 +351,11 @@ def _check_inputs(hops: Sequence[Hop], inputs: ProcessedInput) -> None:
             "prompt_token_ids are not supported as input of a picture or of hidden states: "
             "give a prompt"
         )
+    for name in ("messages", "prompt_token_ids"):
+        if inputs.images and getattr(inputs, name) is not None:
+            raise InvalidParameterError(
+                "image", f"{len(inputs.images)} beside {name}", "a chat holds its own; tokens none"
+            )
     if inputs.images and "image" not in stage.input_modalities:
         raise ModalityNotSupportedError(
             f"images are not supported as input: stage {stage.stage_id} takes {takes}"
