@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -307,6 +308,24 @@ def test_tokens_and_chats_are_not_drawn(
     """Rather than a picture of nothing."""
     with pytest.raises(ModalityNotSupportedError, match=f"^{name} are not supported"):
         plan(create_coordinator(stages), output_format, inputs)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        replace(PICTURE, messages=[{"role": "user", "content": "a cat"}]),
+        replace(PICTURE, prompt_token_ids=(5, 6)),
+    ],
+    ids=["chat", "tokens"],
+)
+def test_pictures_beside_a_chat_or_tokens_are_refused(
+    create_coordinator: CreateCoordinator, inputs: ProcessedInput
+) -> None:
+    """Rather than left out."""
+    with pytest.raises(
+        InvalidParameterError, match=r"image='1 beside (messages|prompt_token_ids)'"
+    ):
+        plan(create_coordinator(TWO), "text", inputs)
 
 
 def test_tokens_are_not_rewritten(create_coordinator: CreateCoordinator) -> None:
