@@ -32,6 +32,13 @@ def test_refuses_a_prompt_that_is_not_text(prompt: Any) -> None:
         ("params", None, "a DiffusionParams"),
         ("input_modalities", ["text"], "a mapping of modality to data"),
         ("input_modalities", None, "a mapping of modality to data"),
+        *[
+            ("sampling_params", value, "SamplingParams or a mapping of its fields")
+            for value in ("hot", 5, [("n", 1)])
+        ],
+        *[("stage_configs", value, "a list of StageConfig") for value in (5, [5], None)],
+        *[("prompt_token_ids", value, "a list of int") for value in (5, "abc", ["a"], {1: 2})],
+        *[("request_id", value, "a string, not empty") for value in (5, None, "")],
         ("output_kind", "final", "one of 'cumulative', 'delta', 'final_only'"),
         ("output_kind", 5, "one of 'cumulative', 'delta', 'final_only'"),
         ("output_kind", [], "one of 'cumulative', 'delta', 'final_only'"),

@@ -60,6 +60,15 @@ class OmniRequest:
             raise InvalidParameterError(
                 "input_modalities", self.input_modalities, "a mapping of modality to data"
             )
+        if isinstance(self.sampling_params, (str, bytes, int, float, list, tuple)):
+            raise InvalidParameterError(
+                "sampling_params", self.sampling_params, "SamplingParams or a mapping of its fields"
+            )
+        _check_each("stage_configs", self.stage_configs, StageConfig)
+        if self.prompt_token_ids is not None:
+            _check_each("prompt_token_ids", self.prompt_token_ids, int)
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise InvalidParameterError("request_id", self.request_id, "a string, not empty")
         if self.output_kind is not None:
             if self.output_kind not in tuple(OutputKind):
                 allowed = ", ".join(repr(kind.value) for kind in OutputKind)
@@ -125,3 +134,8 @@ class OmniRequest:
         tokenizer = AutoTokenizer.from_pretrained(own if own.is_dir() else folder)
         token_ids: list[int] = tokenizer(self.prompt).input_ids
         return token_ids
+
+
+def _check_each(name: str, values: object, kind: type) -> None:
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, kind) for v in values):
+        raise InvalidParameterError(name, values, f"a list of {kind.__name__}")
