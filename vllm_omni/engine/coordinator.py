@@ -248,8 +248,11 @@ class CrossEngineCoordinator:
             return _process_progress(walk, walk.parent, output)
         if hop.modality != "text" or output.request_output is None:
             return None
-        written = output.request_output.outputs[0].text
-        walk.text = walk.text + written if _is_delta(walk.request) else written
+        # With n > 1 vLLM's outputs take turns; the text is that of the first completion.
+        for completion in output.request_output.outputs:
+            if completion.index == 0:
+                is_delta = _is_delta(walk.request)
+                walk.text = walk.text + completion.text if is_delta else completion.text
         # The end of a text request is its answer; on the way to a picture it is news.
         is_answer = output.finished and walk.request.output_format == "text"
         if is_answer or not walk.is_text_shown:
@@ -305,8 +308,11 @@ class CrossEngineCoordinator:
         answer.finish_reason = FinishReason.ABORT if walk.is_aborted else FinishReason.STOP
         total_time = time.monotonic() - walk.arrival_time
         answer.metrics = RequestMetrics(total_time=total_time)
+        is_other = all(completion.index != 0 for completion in answer.outputs)
         if walk.is_text_shown and walk.request.output_format != "text":
             answer.text = walk.text  # the whole, also where the news were deltas
+        elif answer.outputs and is_other and not _is_delta(walk.request):
+            answer.text = walk.text  # the last to end was not the first completion
         if (parent := walk.parent) is not None:
             answer.seeds = parent.seeds
             answer.error = parent.error

@@ -170,6 +170,9 @@ class OmniProcessor:
             instruction = {"role": "system", "content": self._drawing_model.rewrite_instruction}
             messages = [instruction, {"role": "user", "content": _content(inputs)}]
         params = request.sampling_params or self._drawing_model.rewrite_sampling_params
+        n = params.get("n", 1) if isinstance(params, Mapping) else getattr(params, "n", 1)
+        if n != 1:
+            raise InvalidParameterError("n", n, "1 where a picture is made of the text")
         return ARRequest(
             request_id=request.request_id,
             messages=messages,
