@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from vllm import CompletionOutput, RequestOutput
 
 from tests.drawing import MakeCheckpoint
 from vllm_omni.config import StageConfig
@@ -26,7 +27,7 @@ from vllm_omni.errors import (
 )
 from vllm_omni.outputs import EngineCoreOutput, FinishReason, OmniOutput, RequestError
 from vllm_omni.params import MAX_SEED, DiffusionParams
-from vllm_omni.request import OmniRequest
+from vllm_omni.request import OmniRequest, OutputKind
 
 TEXT = ProcessedInput(prompt="a cat")
 PICTURE = ProcessedInput(prompt="a cat", images=(Image.new("RGB", (4, 4)),))
@@ -537,3 +538,46 @@ def test_request_that_cannot_be_planned_adds_nothing(processor: OmniProcessor) -
     with pytest.raises(ModalityNotSupportedError, match="output_format='video'"):
         asyncio.run(collect(coordinator, request))
     assert client.added == []
+
+
+def create_text(index: int, text: str, finish_reason: FinishReason | None) -> EngineCoreOutput:
+    """As vLLM streams: about one completion."""
+    completion = CompletionOutput(index, text, [1], None, None)
+    request_output = RequestOutput("r", "a cat", [1], None, [completion], finish_reason is not None)
+    return EngineCoreOutput(
+        "r", finish_reason=finish_reason, output_type="text", request_output=request_output
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "seen"),
+    [
+        (
+            OutputKind.CUMULATIVE,
+            [(0, "on"), (1, "tw"), (0, "one"), (1, "two")],
+            ["on", None, "one", "one"],
+        ),
+        (OutputKind.DELTA, [(0, "on"), (1, "tw"), (0, "e"), (1, "o")], ["on", None, "e", None]),
+        (OutputKind.DELTA, [(0, "on"), (1, "two"), (0, "e")], ["on", None, "e"]),
+    ],
+    ids=["cumulative", "delta", "delta that ends with the first"],
+)
+def test_text_of_several_completions_is_that_of_the_first(
+    processor: OmniProcessor,
+    kind: OutputKind,
+    texts: list[tuple[int, str]],
+    seen: list[str | None],
+) -> None:
+    ends = [None] * (len(texts) - 1) + [FinishReason.STOP]
+    client = StubClient(
+        complete_stage_configs(AR_ALONE)[0],
+        lambda request: [
+            create_text(index, text, end) for (index, text), end in zip(texts, ends, strict=True)
+        ],
+    )
+    coordinator = CrossEngineCoordinator([client], processor, MultimodalOutputProcessor())
+    request = OmniRequest(prompt="a cat", request_id="r", output_format="text", output_kind=kind)
+    outputs = asyncio.run(collect(coordinator, request))
+    assert [output.text for output in outputs] == seen
+    assert [output.outputs[0].index for output in outputs] == [index for index, _ in texts]
+    assert outputs[-1].finished

@@ -124,6 +124,15 @@ def test_text_is_the_first_completion_and_nothing_is_left_out() -> None:
     assert [completion.text for completion in answer.outputs] == ["one", "two"]
 
 
+def test_text_is_not_that_of_another_completion() -> None:
+    """With n > 1 vLLM's outputs take turns; each is about one completion."""
+    output = create_text("one", "two")
+    output.request_output.outputs = output.request_output.outputs[1:]
+    answer = process(output)
+    assert answer.text is None
+    assert [completion.text for completion in answer.outputs] == ["two"]
+
+
 def test_text_without_completions_is_none() -> None:
     answer = process(create_text())
     assert (answer.text, answer.outputs) == (None, [])

@@ -440,6 +440,14 @@ def test_rewrite_request_takes_chat_and_sampling_of_the_user(processor: OmniProc
     assert made.sampling_params == {"max_tokens": 5, "output_kind": RequestOutputKind.DELTA}
 
 
+@pytest.mark.parametrize("params", [{"n": 2}, SamplingParams(n=2)], ids=["mapping", "object"])
+def test_only_one_text_can_be_drawn(processor: OmniProcessor, params: Any) -> None:
+    request = OmniRequest(prompt="a cat", sampling_params=params)
+    with pytest.raises(InvalidParameterError, match="n=2 is not allowed: 1 where a picture is"):
+        processor.make_rewrite_request(request, processor.process_input(request))
+    assert processor.make_text_request(request, ProcessedInput()).sampling_params is params
+
+
 # --- requests of AR stages: what conditions the picture ---
 
 
