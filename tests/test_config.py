@@ -90,7 +90,14 @@ REFUSALS: list[tuple[type, dict[str, Any], str, Any, str]] = [
     ],
     (StageConfig, AR_STAGE, "dit_config", DiTConfig(), "an AR stage takes vllm_config"),
     (StageConfig, AR_STAGE, "cache_config", DiTCacheConfig(), "an AR stage has no DiT cache"),
-    (OmniConfig, {}, "mode", "cloud", "one of embedded"),
+    *[
+        (OmniConfig, {}, "mode", value, "one of embedded, process")
+        for value in ("cloud", "PROCESS", "", None)
+    ],
+    *[
+        (OmniConfig, {}, "seed", value, "a whole number, at least 0")
+        for value in (-1, 1.0, "1", True)
+    ],
 ]
 
 
@@ -190,6 +197,12 @@ class TestEveryConfig:
 
     def test_hashable(self, config_class: Any, values: dict[str, Any]) -> None:
         assert hash(config_class(**values)) == hash(config_class(**values))
+
+
+@pytest.mark.parametrize("mode", ["embedded", "process"])
+def test_modes(mode: Any) -> None:
+    assert OmniConfig(mode=mode).mode == mode
+    assert OmniConfig().mode == "embedded"
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:3"])

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import vllm_omni
+import vllm_omni.engine
 from vllm_omni.ar.plugin import register
 
 PACKAGE = Path(vllm_omni.__file__).parent
@@ -154,24 +156,27 @@ def test_search_for_names_finds_them() -> None:
     assert folder_of(registry) == "models"
 
 
-def test_exports_match_all() -> None:
-    assert sorted(vllm_omni.__all__) == list(vllm_omni.__all__)
-    for name in vllm_omni.__all__:
-        exported = getattr(vllm_omni, name)
+@pytest.mark.parametrize("package", [vllm_omni, vllm_omni.engine], ids=lambda p: p.__name__)
+def test_exports_match_all(package: ModuleType) -> None:
+    assert sorted(package.__all__) == list(package.__all__)
+    for name in package.__all__:
+        exported = getattr(package, name)
         assert exported is getattr(importlib.import_module(exported.__module__), name)
-    tree = parse(PACKAGE / "__init__.py")
+    assert package.__file__ is not None
+    tree = parse(Path(package.__file__))
     for_type_checkers = {
         alias.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_omni.")
         for alias in node.names
     }
-    assert for_type_checkers == set(vllm_omni.__all__)
+    assert for_type_checkers == set(package.__all__)
 
 
-def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'vllm_omni' has no attribute 'Onmi'"):
-        vllm_omni.Onmi  # noqa: B018
+@pytest.mark.parametrize("package", [vllm_omni, vllm_omni.engine], ids=lambda p: p.__name__)
+def test_unknown_name_is_an_attribute_error(package: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute"):
+        package.Onmi  # noqa: B018
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 import torch
+from vllm import CompletionOutput, RequestOutput
 
 import vllm_omni.errors
 from vllm_omni.errors import (
@@ -19,6 +20,7 @@ from vllm_omni.outputs import (
     FinishReason,
     OmniOutput,
     RequestError,
+    RequestMetrics,
 )
 from vllm_omni.serial import MessageDecoder, encode
 
@@ -138,3 +140,44 @@ def test_outputs_share_no_containers() -> None:
     output, other = (OmniOutput(request_id=id, prompt="") for id in "ab")
     output.seeds.append(1)
     assert (other.seeds, other.images) == ([], [])
+
+
+def create_request_output(*texts: str) -> RequestOutput:
+    return RequestOutput(
+        request_id="a",
+        prompt="a cat",
+        prompt_token_ids=[1],
+        prompt_logprobs=None,
+        outputs=[
+            CompletionOutput(
+                index=index, text=text, token_ids=[2], cumulative_logprob=None, logprobs=None
+            )
+            for index, text in enumerate(texts)
+        ],
+        finished=True,
+    )
+
+
+def test_outputs_are_vllms_completions() -> None:
+    request_output = create_request_output("one", "two")
+    output = OmniOutput(request_id="a", prompt="a cat", request_output=request_output)
+    assert output.outputs is request_output.outputs
+    assert [completion.text for completion in output.outputs] == ["one", "two"]
+
+
+def test_outputs_are_none_without_text() -> None:
+    assert OmniOutput(request_id="a", prompt="a cat").outputs == []
+
+
+def test_answer_begins_empty() -> None:
+    output = OmniOutput(request_id="a", prompt="a cat")
+    assert not output.finished and output.finish_reason is None and output.error is None
+    assert (output.step, output.num_steps, output.preview, output.preview_index) == (0, 0, None, 0)
+    assert (output.images, output.latents, output.masks, output.hidden_states) == (
+        [],
+        None,
+        None,
+        None,
+    )
+    assert (output.text, output.request_output, output.seeds) == (None, None, [])
+    assert output.metrics == RequestMetrics(num_steps=0, queue_time=0.0, total_time=0.0)

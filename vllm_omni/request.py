@@ -56,9 +56,24 @@ class OmniRequest:
             raise InvalidParameterError("output_format", self.output_format, "a string")
         if not isinstance(self.params, DiffusionParams):
             raise InvalidParameterError("params", self.params, "a DiffusionParams")
-        if self.output_kind is not None and self.output_kind not in tuple(OutputKind):
-            allowed = ", ".join(repr(kind.value) for kind in OutputKind)
-            raise InvalidParameterError("output_kind", self.output_kind, f"one of {allowed}")
+        if not isinstance(self.input_modalities, Mapping):
+            raise InvalidParameterError(
+                "input_modalities", self.input_modalities, "a mapping of modality to data"
+            )
+        if isinstance(self.sampling_params, (str, bytes, int, float, list, tuple)):
+            raise InvalidParameterError(
+                "sampling_params", self.sampling_params, "SamplingParams or a mapping of its fields"
+            )
+        _check_each("stage_configs", self.stage_configs, StageConfig)
+        if self.prompt_token_ids is not None:
+            _check_each("prompt_token_ids", self.prompt_token_ids, int)
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise InvalidParameterError("request_id", self.request_id, "a string, not empty")
+        if self.output_kind is not None:
+            if self.output_kind not in tuple(OutputKind):
+                allowed = ", ".join(repr(kind.value) for kind in OutputKind)
+                raise InvalidParameterError("output_kind", self.output_kind, f"one of {allowed}")
+            self.output_kind = OutputKind(self.output_kind)
         if self.prompt:
             self.input_modalities = {"text": self.prompt, **self.input_modalities}
 
@@ -85,16 +100,24 @@ class OmniRequest:
     def to_vllm_request(self) -> Request:
         """The request as vLLM's own scheduler knows it: tokens, and how to sample."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
         from vllm.v1.request import Request
 
         params = self.sampling_params
+        if not isinstance(params, SamplingParams):
+            try:
+                params = SamplingParams(**(params or {}))
+            except (
+                TypeError,
+                VLLMValidationError,
+            ) as error:  # an unknown name, an impossible value
+                raise InvalidParameterError("sampling_params", params, str(error)) from error
         return Request(
             request_id=self.request_id,
             prompt_token_ids=self._get_token_ids(),
-            sampling_params=(
-                params if isinstance(params, SamplingParams) else SamplingParams(**(params or {}))
-            ),
+            sampling_params=params,
             pooling_params=None,
+            priority=self.params.priority,
         )
 
     def _get_token_ids(self) -> list[int]:
@@ -111,3 +134,8 @@ class OmniRequest:
         tokenizer = AutoTokenizer.from_pretrained(own if own.is_dir() else folder)
         token_ids: list[int] = tokenizer(self.prompt).input_ids
         return token_ids
+
+
+def _check_each(name: str, values: object, kind: type) -> None:
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, kind) for v in values):
+        raise InvalidParameterError(name, values, f"a list of {kind.__name__}")

@@ -278,6 +278,18 @@ def test_abort_of_the_only_request(engine: AREngine) -> None:
             ),
             "logprobs=10000",
         ),
+        (
+            ARRequest(request_id="r", prompt="a cat", sampling_params={"temperature": -1.0}),
+            "sampling_params={'temperature': -1.0}.*temperature must be non-negative",
+        ),
+        (
+            ARRequest(request_id="r", prompt="a cat", sampling_params={"heat": 1.0}),
+            "sampling_params={'heat': 1.0}.*heat",
+        ),
+        (
+            ARRequest(request_id="r", prompt="a cat", sampling_params="hot"),
+            "sampling_params='hot'.*mapping",
+        ),
     ],
     ids=[
         "long",
@@ -289,6 +301,9 @@ def test_abort_of_the_only_request(engine: AREngine) -> None:
         "unknown hidden states",
         "n",
         "logprobs",
+        "sampling value",
+        "sampling name",
+        "sampling kind",
     ],
 )
 def test_bad_request_is_refused_and_the_next_works(

@@ -77,7 +77,7 @@ def make_sampling_params(
         return SamplingParams(**params)
     # An unknown name, an impossible value.
     except (TypeError, ValueError, VLLMValidationError) as error:
-        raise InvalidParameterError("sampling_params", dict(params), str(error)) from error
+        raise InvalidParameterError("sampling_params", params, str(error)) from error
 
 
 def to_request_error(request: ARRequest, error: Exception) -> OmniRequestError:

@@ -171,22 +171,21 @@ class CrossEngineCoordinator:
     def plan(self, request: OmniRequest, inputs: ProcessedInput) -> list[Hop]:
         """The hops that lead to what the request asks for."""
         clients = self._get_clients(request)
-        wanted = request.output_format.split("+")
-        target = wanted[-1]
-        makers = [i for i, c in enumerate(clients) if target in c.stage.output_modalities]
-        if not makers or not set(wanted[:-1]) <= {"text"}:
-            made = sorted({m for c in clients for m in c.stage.output_modalities})
-            both = [f"text+{m}" for m in made if m == "image" and "text" in made]
+        made = sorted({m for c in clients for m in c.stage.output_modalities})
+        formats = made + (["text+image"] if {"text", "image"} <= set(made) else [])
+        if request.output_format not in formats:
             raise ModalityNotSupportedError(
                 f"output_format={request.output_format!r} is not supported: "
-                f"one of {', '.join(made + both)}"
+                f"one of {', '.join(formats)}"
             )
+        *before, target = request.output_format.split("+")
+        makers = [i for i, c in enumerate(clients) if target in c.stage.output_modalities]
         way = clients[: makers[0] + 1]
         hops = [Hop(client, _connect(client, after)) for client, after in pairwise(way)]
         hops.append(Hop(way[-1], target))
-        if "text" in wanted[:-1] and all(hop.modality != "text" for hop in hops):
+        if before and all(hop.modality != "text" for hop in hops):
             hops.insert(0, Hop(hops[0].client, "text"))
-        _check_images(hops, inputs)
+        _check_inputs(hops, inputs)
         return hops
 
     def _get_clients(self, request: OmniRequest) -> list[StageClient]:
@@ -249,8 +248,11 @@ class CrossEngineCoordinator:
             return _process_progress(walk, walk.parent, output)
         if hop.modality != "text" or output.request_output is None:
             return None
-        written = output.request_output.outputs[0].text
-        walk.text = walk.text + written if _is_delta(walk.request) else written
+        # With n > 1 vLLM's outputs take turns; the text is that of the first completion.
+        for completion in output.request_output.outputs:
+            if completion.index == 0:
+                is_delta = _is_delta(walk.request)
+                walk.text = walk.text + completion.text if is_delta else completion.text
         # The end of a text request is its answer; on the way to a picture it is news.
         is_answer = output.finished and walk.request.output_format == "text"
         if is_answer or not walk.is_text_shown:
@@ -306,8 +308,11 @@ class CrossEngineCoordinator:
         answer.finish_reason = FinishReason.ABORT if walk.is_aborted else FinishReason.STOP
         total_time = time.monotonic() - walk.arrival_time
         answer.metrics = RequestMetrics(total_time=total_time)
+        is_other = all(completion.index != 0 for completion in answer.outputs)
         if walk.is_text_shown and walk.request.output_format != "text":
             answer.text = walk.text  # the whole, also where the news were deltas
+        elif answer.outputs and is_other and not _is_delta(walk.request):
+            answer.text = walk.text  # the last to end was not the first completion
         if (parent := walk.parent) is not None:
             answer.seeds = parent.seeds
             answer.error = parent.error
@@ -330,16 +335,38 @@ def _connect(client: StageClient, after: StageClient) -> str:
     )
 
 
-def _check_images(hops: Sequence[Hop], inputs: ProcessedInput) -> None:
-    if not inputs.images:
-        return
-    first = hops[0]
-    if "image" not in first.client.stage.input_modalities:
+def _check_inputs(hops: Sequence[Hop], inputs: ProcessedInput) -> None:
+    """Refuse what the first stage cannot read, rather than leave it out."""
+    first, stage = hops[0], hops[0].client.stage
+    takes = ", ".join(stage.input_modalities)
+    if first.modality not in stage.output_modalities:
         raise ModalityNotSupportedError(
-            f"images are not supported as input: stage {first.client.stage.stage_id} takes "
-            f"{', '.join(first.client.stage.input_modalities)}"
+            f"text+image is not supported: stage {stage.stage_id} makes "
+            f"{', '.join(stage.output_modalities)}"
         )
-    if first.modality == "hidden_states" and len(hops) > 1:
+    if set(stage.input_modalities) == {"hidden_states"}:
+        raise ModalityNotSupportedError(
+            f"a request cannot begin at stage {stage.stage_id}: it takes {takes}"
+        )
+    if inputs.messages is not None and first.modality != "text":
+        raise ModalityNotSupportedError(
+            "messages are not supported as input of a picture or of hidden states: give a prompt"
+        )
+    if inputs.prompt_token_ids is not None and (first.modality != "text" or len(hops) > 1):
+        raise ModalityNotSupportedError(
+            "prompt_token_ids are not supported as input of a picture or of hidden states: "
+            "give a prompt"
+        )
+    for name in ("messages", "prompt_token_ids"):
+        if inputs.images and getattr(inputs, name) is not None:
+            raise InvalidParameterError(
+                "image", f"{len(inputs.images)} beside {name}", "a chat holds its own; tokens none"
+            )
+    if inputs.images and "image" not in stage.input_modalities:
+        raise ModalityNotSupportedError(
+            f"images are not supported as input: stage {stage.stage_id} takes {takes}"
+        )
+    if inputs.images and first.modality == "hidden_states" and len(hops) > 1:
         raise ModalityNotSupportedError(
             "a picture made from a picture is not supported: the model does not edit; "
             "ask for text, hidden_states or text+image"

@@ -66,10 +66,12 @@ class OmniExecutor:
     def collective_rpc(self, stage_id: int, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker of a stage."""
         executor = self.stage_executors[stage_id]
-        if isinstance(executor, DiffusionExecutor):
-            return executor.collective_rpc(method, *args)
         try:
+            if isinstance(executor, DiffusionExecutor):
+                return executor.collective_rpc(method, *args)
             results: list[Any] = executor.collective_rpc(method, args=args)
+        except EngineError:
+            raise
         except Exception as error:  # a worker's, of any kind
             raise EngineError(f"{method} failed in stage {stage_id}: {error}") from error
         return results

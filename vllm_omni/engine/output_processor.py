@@ -62,8 +62,9 @@ class TextOutputProcessor(OutputProcessor):
         answer = OmniOutput(request_id=request.request_id, prompt=request.prompt)
         for output in model_output.outputs:
             answer.request_output = output.request_output
-            if answer.outputs:
-                answer.text = answer.outputs[0].text
+            # With n > 1 each of vLLM's outputs on the way is about one completion.
+            first = [one.text for one in answer.outputs if one.index == 0]
+            answer.text = first[0] if first else answer.text
             answer.hidden_states = output.pooling_output
         return answer
 

@@ -20,9 +20,13 @@ from vllm_omni.errors import (
     OmniRequestError,
     StageExecutionError,
 )
+from vllm_omni.models.demo import find_model
 from vllm_omni.models.registry import get_model_spec, load_class
 from vllm_omni.params import DiffusionParams
 from vllm_omni.request import OmniRequest, OutputKind
+
+MAX_PIXELS = 89_478_485
+"""Of a picture in a file: what PIL calls safe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +86,19 @@ class ImageProcessor(MultimodalInputProcessor):
         return ProcessedInput(images=tuple(self._read(image) for image in images))
 
     def _read(self, image: Any) -> Image.Image:
-        if isinstance(image, bytes):
-            try:
+        given = "bytes" if isinstance(image, bytes) else image
+        try:
+            if isinstance(image, bytes):
                 image = Image.open(io.BytesIO(image))
-                image.load()
-            # PIL's own errors for what is broken, not an image, or far too large.
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-                raise InvalidParameterError(
-                    "image", "bytes", f"a picture: {type(error).__name__}: {error}"
-                ) from error
-        if not isinstance(image, Image.Image):
-            raise InvalidParameterError("image", image, "a PIL image, or a file of one as bytes")
-        return image.convert("RGB")
+                if image.width * image.height > MAX_PIXELS:  # PIL itself only warns
+                    raise Image.DecompressionBombError(f"more than {MAX_PIXELS} pixels")
+            if isinstance(image, Image.Image):
+                return image.convert("RGB")
+        except Exception as error:  # a broken file makes PIL raise anything
+            raise InvalidParameterError(
+                "image", given, f"a picture: {type(error).__name__}: {error}"
+            ) from error
+        raise InvalidParameterError("image", given, "a PIL image, or a file of one as bytes")
 
 
 class OmniProcessor:
@@ -128,7 +133,8 @@ class OmniProcessor:
             processed = self._process(modality, data)
             prompts.append(processed.prompt)
             images += processed.images
-            token_ids = processed.prompt_token_ids or token_ids
+            if processed.prompt_token_ids is not None:
+                token_ids = (*(token_ids or ()), *processed.prompt_token_ids)
         return ProcessedInput(
             prompt=" ".join(prompt for prompt in prompts if prompt),
             prompt_token_ids=token_ids,
@@ -164,6 +170,9 @@ class OmniProcessor:
             instruction = {"role": "system", "content": self._drawing_model.rewrite_instruction}
             messages = [instruction, {"role": "user", "content": _content(inputs)}]
         params = request.sampling_params or self._drawing_model.rewrite_sampling_params
+        n = params.get("n", 1) if isinstance(params, Mapping) else getattr(params, "n", 1)
+        if n != 1:
+            raise InvalidParameterError("n", n, "1 where a picture is made of the text")
         return ARRequest(
             request_id=request.request_id,
             messages=messages,
@@ -244,7 +253,10 @@ class OmniProcessor:
                 f"one of {', '.join(self.modality_processors)}"
             )
         try:
-            return processor.process(data)
+            processed = processor.process(data)
+            if not isinstance(processed, ProcessedInput):
+                raise TypeError(f"process gave {processed!r:.200}, which is no ProcessedInput")
+            return processed
         except OmniRequestError:
             raise
         except Exception as error:  # of a processor that somebody else wrote
@@ -276,11 +288,11 @@ def _with_kind(params: Any, kind: OutputKind | None) -> Any:
 
 def _find_folder(vllm_config: Any) -> Path:
     if isinstance(vllm_config, (str, Path)):
-        return Path(vllm_config)
+        return find_model(str(vllm_config))
     if isinstance(vllm_config, Mapping):
         model = vllm_config.get("model")
     else:
         model = getattr(getattr(vllm_config, "model_config", vllm_config), "model", None)
     if not isinstance(model, (str, Path)):
         raise ConfigError("vllm_config", vllm_config, "a model's folder, or a config that names it")
-    return Path(model)
+    return find_model(str(model))
