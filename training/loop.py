@@ -85,11 +85,14 @@ class Trainer:
         self.parameters = [p for _, p in named]
         self.averages = [p.detach().clone() for p in self.parameters]
 
-    def step(self, loss: Tensor) -> None:
-        """Backward and update. Linear warm-up, a flat stretch, a linear fall over the last 40 %."""
+    def step(self, loss: Tensor, time_share: float = 0.0) -> None:
+        """Backward and update. Linear warm-up, a flat stretch, a linear fall over the last 40 %.
+
+        `time_share` is how much of a budget of seconds is used up, where there is one.
+        """
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        progress = self.iteration / self.iterations
+        progress = max(self.iteration / self.iterations, time_share)
         factor = min(1.0, (self.iteration + 1) / 200, max(0.02, (1 - progress) / 0.4))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

@@ -42,7 +42,7 @@ def main() -> None:
     renderer = Renderer(device)
     rng = Random(args.seed)
     samples = stream(tokenizer, args.batch, args.batch, args.seed, args.workers)
-    while not trainer.is_done and curve.seconds < args.max_seconds:
+    while not trainer.is_done and curve.seconds < min(args.max_seconds, args.budget):
         sample = next(samples)
         height, width = PICTURE_SIZES[trainer.iteration % len(PICTURE_SIZES)]
         pictures = renderer.draw(sample.scenes, height, width)
@@ -51,7 +51,7 @@ def main() -> None:
             captioning = captioning_loss(
                 tokenizer, language, pictures, sample.captions, pick_questions(rng, args.batch)
             )
-        trainer.step(rewriting + captioning)
+        trainer.step(rewriting + captioning, curve.seconds / args.budget)
         curve.add(trainer.iteration, rewriting=rewriting, captioning=captioning)
         if trainer.iteration % args.save_every == 0:
             save(trainer, model, args.out)
@@ -99,7 +99,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="folder with weights to go on from")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--iterations", type=int, default=8000)
-    parser.add_argument("--max-seconds", type=float, default=1e9)
+    parser.add_argument("--max-seconds", type=float, default=1e9, help="stop then")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds to be done in")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -132,10 +132,10 @@ def main() -> None:
 
     run = Run(args, tokenizer, encoder, transformer, device)
     curve = Curve(args.out / "dit.jsonl", args.log_every)
-    while not trainer.is_done and curve.seconds < args.max_seconds:
+    while not trainer.is_done and curve.seconds < min(args.max_seconds, args.budget):
         is_small = trainer.iteration < args.small_share * args.iterations
         flow, language = run.losses(SMALL_GRIDS if is_small else MIXED_GRIDS, trainer.iteration)
-        trainer.step(flow + LANGUAGE_WEIGHT * sum(language.values()))
+        trainer.step(flow + LANGUAGE_WEIGHT * sum(language.values()), curve.seconds / args.budget)
         curve.add(trainer.iteration, flow=flow, **language)
         if trainer.iteration % args.save_every == 0:
             trainer.swap()
@@ -230,7 +230,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=20000, help="of all runs together")
     parser.add_argument("--first-iteration", type=int, default=0)
     parser.add_argument("--small-share", type=float, default=0.3, help="of iterations, small sizes")
-    parser.add_argument("--max-seconds", type=float, default=1e9)
+    parser.add_argument("--max-seconds", type=float, default=1e9, help="stop then")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds to be done in")
     parser.add_argument("--tokens", type=int, default=65536, help="image tokens a batch")
     parser.add_argument("--fresh", type=int, default=64, help="new pictures an iteration")
     parser.add_argument("--pool", type=int, default=8192, help="pictures kept of each size")

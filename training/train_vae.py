@@ -34,8 +34,6 @@ def main() -> None:
     vae = vae.to(device, memory_format=torch.channels_last)
     if args.resume:
         vae.load_state_dict(load_weights(args.resume, "vae"), strict=False)
-    # The time convolutions do nothing for pictures.
-    vae.register_parameter("unused", None)
     trainer = Trainer({"vae": vae}, args.lr, args.iterations)
     print(f"{num_parameters([vae]) / 1e6:.2f} M parameters")
     curve = Curve(args.out / "vae.jsonl", args.log_every)
@@ -43,7 +41,7 @@ def main() -> None:
     scenes = Scenes(args.pool, args.seed)
     step = torch.compile(losses, dynamic=False) if args.compile else losses
     generator = torch.Generator(device).manual_seed(args.seed)
-    while not trainer.is_done and curve.seconds < args.max_seconds:
+    while not trainer.is_done and curve.seconds < min(args.max_seconds, args.budget):
         is_large = trainer.iteration % 4 == 3
         side, count = (args.side * 2, args.batch // 4) if is_large else (args.side, args.batch)
         pictures = renderer.draw(scenes.next(count), side, side)
@@ -53,7 +51,7 @@ def main() -> None:
         )
         with torch.autocast(device.type, torch.bfloat16):
             error, kl = step(vae, pictures, noise)
-        trainer.step(error + KL_WEIGHT * kl)
+        trainer.step(error + KL_WEIGHT * kl, curve.seconds / args.budget)
         curve.add(trainer.iteration, error=error, kl=kl)
         if trainer.iteration % args.evaluate_every == 0:
             trainer.swap()
@@ -121,7 +119,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="folder with weights to go on from")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--iterations", type=int, default=6000)
-    parser.add_argument("--max-seconds", type=float, default=1e9)
+    parser.add_argument("--max-seconds", type=float, default=1e9, help="stop then")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds to be done in")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--side", type=int, default=128, help="pixels; a quarter have twice that")
     parser.add_argument("--pool", type=int, default=20000, help="scenes")

@@ -64,6 +64,10 @@ class OmniRequest:
             raise InvalidParameterError(
                 "sampling_params", self.sampling_params, "SamplingParams or a mapping of its fields"
             )
+        if self.dit_cache_config is not None:
+            raise InvalidParameterError(
+                "dit_cache_config", self.dit_cache_config, "this version cannot do that yet"
+            )
         _check_each("stage_configs", self.stage_configs, StageConfig)
         if self.prompt_token_ids is not None:
             _check_each("prompt_token_ids", self.prompt_token_ids, int)
@@ -107,10 +111,8 @@ class OmniRequest:
         if not isinstance(params, SamplingParams):
             try:
                 params = SamplingParams(**(params or {}))
-            except (
-                TypeError,
-                VLLMValidationError,
-            ) as error:  # an unknown name, an impossible value
+            # An unknown name, an impossible value.
+            except (TypeError, VLLMValidationError) as error:
                 raise InvalidParameterError("sampling_params", params, str(error)) from error
         return Request(
             request_id=self.request_id,

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.drawing import Case, MakeCheckpoint, MakeStock, draw_stock
-from vllm_omni import DiffusionParams, Omni, OutputMode
+from tests.reference import Reference
+from vllm_omni import DiffusionParams, Omni, OmniRequest, OutputMode
 from vllm_omni.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -198,3 +200,51 @@ def test_closed_is_closed(checkpoint: MakeCheckpoint) -> None:
     omni.close()
     with pytest.raises(EngineDeadError, match="is closed"):
         omni.generate("a cat")
+
+
+def test_chat_answers_as_hugging_face_does(
+    omni: Omni, checkpoint: MakeCheckpoint, stock: MakeStock
+) -> None:
+    reference = Reference(checkpoint(0), stock(0))
+    greedy = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+    image = Image.new("RGB", (64, 48), "red")
+    chats = [
+        [{"role": "user", "content": "a star"}],
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a ring"}],
+        [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_pil", "image_pil": image},
+                    {"type": "text", "text": "what is it"},
+                ],
+            }
+        ],
+    ]
+    prompts = [
+        "<|im_start|>user\na star<|im_end|>\n",
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na ring<|im_end|>\n",
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>what is it<|im_end|>\n",
+    ]
+    outs = omni.chat(chats, greedy)
+    for out, prompt, picture in zip(outs, prompts, (None, None, image), strict=True):
+        inputs = reference.inputs(f"{prompt}<|im_start|>assistant\n", picture)
+        assert list(out.outputs[0].token_ids) == reference.generate(inputs, 5)
+        assert out.text == out.outputs[0].text and out.finished
+    [alone] = omni.chat(chats[0], greedy)
+    assert alone.text == outs[0].text
+    [refused] = omni.chat([{"role": "user", "content": [{"type": "smell"}]}])
+    assert isinstance(refused.error, InvalidParameterError)
+
+
+def test_any_requests_in_one_call(omni: Omni) -> None:
+    text, picture, states = omni.run(
+        [
+            OmniRequest(prompt="a cat", output_format="text", sampling_params={"max_tokens": 3}),
+            OmniRequest(prompt="a cat", params=PARAMS),
+            OmniRequest(prompt="a cat", output_format="hidden_states"),
+        ]
+    )
+    assert text.text is not None and picture.images and states.hidden_states is not None
+    [both] = omni.generate("a cat", PARAMS, output_format="text+image")
+    assert both.text is not None and both.images

@@ -15,7 +15,7 @@ from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.processor import OmniProcessor
 from vllm_omni.engine.stage_client import EmbeddedCore, StageClient
 from vllm_omni.engine.stages import complete_stage_configs, derive_stage_configs
-from vllm_omni.errors import EngineDeadError, InvalidParameterError
+from vllm_omni.errors import ConfigError, EngineDeadError, InvalidParameterError
 from vllm_omni.importing import fast_imports
 from vllm_omni.outputs import OmniOutput
 from vllm_omni.request import OmniRequest, OutputKind
@@ -123,6 +123,9 @@ class OmniAsyncLLM:
 
     async def collective_rpc(self, stage_id: int, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker of a stage."""
+        if stage_id not in self.coordinator.clients:
+            allowed = f"one of {sorted(self.coordinator.clients)}"
+            raise ConfigError("stage_id", stage_id, allowed)
         return await self.coordinator.clients[stage_id].collective_rpc(method, *args)
 
     def shutdown(self) -> None:

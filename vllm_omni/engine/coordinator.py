@@ -144,11 +144,11 @@ class CrossEngineCoordinator:
         self._walks[request.request_id] = walk
         try:
             for hop in hops:
+                if walk.is_aborted:
+                    break
                 async with aclosing(self._take_hop(hop, walk)) as outputs:
                     async for output in outputs:
                         yield output
-                if walk.is_aborted:
-                    break
             yield self._finish(walk)
         finally:
             del self._walks[request.request_id]
@@ -215,6 +215,8 @@ class CrossEngineCoordinator:
             async for output in outputs:
                 if output.finished:
                     finals.append(output)
+                elif walk.is_aborted:  # before the stage had the request, so that it knew of none
+                    await hop.client.abort([output.request_id])
                 if (news := self._process_news(hop, walk, output)) is not None:
                     yield news
         walk.held = None

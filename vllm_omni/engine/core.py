@@ -143,7 +143,11 @@ class OmniEngineCore:
         }
         for stage_id, dit_config in dit_configs.items():
             executor = DiffusionExecutor.from_config(dit_config)
-            self.stage_engines[stage_id] = DiffusionEngineCore(dit_config, executor)
+            try:
+                self.stage_engines[stage_id] = DiffusionEngineCore(dit_config, executor)
+            except BaseException:
+                executor.shutdown()
+                raise
         for stage_id, stage in self.stage_configs.items():
             if stage.engine_type == "ar":
                 # vLLM takes seconds to import: not before the workers have started.

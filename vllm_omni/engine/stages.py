@@ -64,7 +64,9 @@ def _complete(stage: StageConfig, stages: Sequence[StageConfig], vllm_config: An
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     if is_ar:
-        inputs, outputs = ("text", "image"), ("text", "hidden_states")
+        # The last AR stage is the one that encodes; those before it write.
+        is_last = all(s.engine_type != "ar" or s.stage_id <= stage.stage_id for s in stages)
+        inputs, outputs = ("text", "image"), ("text", "hidden_states") if is_last else ("text",)
     elif any(other.engine_type == "ar" for other in stages):
         inputs, outputs = ("hidden_states",), ("image", "latents")
     else:
