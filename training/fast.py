@@ -263,11 +263,7 @@ class FastLanguageModel:
 
     def __init__(self, model: Any, is_compiled: bool) -> None:
         self.model = model
-        self.text_layer: Any = text_layer
-        self.vision_block: Any = vision_block
-        if is_compiled:
-            self.text_layer = torch.compile(text_layer, dynamic=True)
-            self.vision_block = torch.compile(vision_block, dynamic=True)
+        self.text_layer: Any = torch.compile(text_layer, dynamic=True) if is_compiled else text_layer
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.model.model.language_model.embed_tokens(token_ids)  # type: ignore[no-any-return]
@@ -297,7 +293,7 @@ class FastLanguageModel:
         angles = angles.repeat(1, 2)
         cos, sin = angles.cos(), angles.sin()
         for block in visual.blocks:
-            x = self.vision_block(block, x, cos, sin)
+            x = vision_block(block, x, cos, sin)
         merged = _llm_norm(visual.merger.ln_q, x).unflatten(1, (-1, 4)).flatten(2)
         return visual.merger.mlp(merged).float()  # type: ignore[no-any-return]
 

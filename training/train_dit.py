@@ -90,7 +90,6 @@ class LatentMaker:
         self.vae = self.vae.to(device, memory_format=torch.channels_last).requires_grad_(False)
         self.renderer = Renderer(device)
         self._encode: Any = torch.compile(fast.encode, dynamic=True) if is_compiled else fast.encode
-        self._decode: Any = torch.compile(fast.decode, dynamic=True) if is_compiled else fast.decode
 
     @torch.no_grad()
     def make(self, sample: Sample, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -109,7 +108,7 @@ class LatentMaker:
         patches = tokens.reshape(len(tokens), *grid, 16, 2, 2).permute(0, 3, 1, 4, 2, 5)
         latents = patches.reshape(len(tokens), 16, grid[0] * 2, grid[1] * 2)
         with torch.autocast(tokens.device.type, torch.bfloat16):
-            decoded: Tensor = self._decode(self.vae, latents * self.std + self.mean)
+            decoded: Tensor = fast.decode(self.vae, latents * self.std + self.mean)
         return decoded.float().clamp(-1, 1)
 
 
@@ -178,6 +177,8 @@ class Run:
     def losses(self, grids: dict[Grid, float], iteration: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The flow's error on one size of pictures, and in turns the language model's."""
         grid = self.rng.choices(list(grids), weights=list(grids.values()))[0]
+        if not self.pools:
+            grid = (12, 12)  # compiled first, with different numbers for all that varies
         sample, pictures, tokens = self._refresh(grid)
         count = max(1, self.args.tokens // (grid[0] * grid[1]))
         latents, prompts, num_text = self.pools[grid].draw(count, self.generator)
@@ -185,6 +186,9 @@ class Run:
             flow = self._flow_loss(latents, prompts, num_text, grid)
             if iteration % 2:
                 return flow, {}
+            rewriting = rewriting_loss(self.language, sample)
+            if iteration % 4:
+                return flow, {"rewriting": rewriting}
             # Half of the pictures to describe went through the autoencoder, as drawn ones do.
             shown = pictures[:NUM_CAPTIONED]
             half = len(shown) // 2
@@ -192,7 +196,7 @@ class Run:
             questions = pick_questions(self.rng, len(shown))
             captions = sample.captions[: len(shown)]
             return flow, {
-                "rewriting": rewriting_loss(self.language, sample),
+                "rewriting": rewriting,
                 "captioning": captioning_loss(
                     self.tokenizer, self.language, shown, captions, questions
                 ),
@@ -233,7 +237,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-seconds", type=float, default=1e9, help="stop then")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds to be done in")
     parser.add_argument("--tokens", type=int, default=65536, help="image tokens a batch")
-    parser.add_argument("--fresh", type=int, default=64, help="new pictures an iteration")
+    parser.add_argument("--fresh", type=int, default=48, help="new pictures an iteration")
     parser.add_argument("--pool", type=int, default=8192, help="pictures kept of each size")
     parser.add_argument("--first-rounds", type=int, default=24)
     parser.add_argument("--lr", type=float, default=1e-3)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,7 +209,7 @@ def test_chat_answers_as_hugging_face_does(
     reference = Reference(checkpoint(0), stock(0))
     greedy = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
     image = Image.new("RGB", (64, 48), "red")
-    chats = [
+    chats: list[list[dict[str, Any]]] = [
         [{"role": "user", "content": "a star"}],
         [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a ring"}],
         [
