@@ -166,6 +166,18 @@ class ProcStageClient(StageClient):
     def connect(self) -> None:
         """Wait until the process is ready, and open the way to it; raises `ModelLoadError`."""
 
+    @abstractmethod
+    async def _call_workers(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """vLLM's own way to call a method of every worker."""
+
+    async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return await self._call(self._call_workers(method, args))
+        except EngineError:
+            raise
+        except Exception as error:  # a worker's, of any kind
+            raise EngineError(f"{method} failed in stage {self.stage.stage_id}: {error}") from error
+
     @asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
         """vLLM's error for a process that is gone becomes ours."""
@@ -262,13 +274,8 @@ class ARProcClient(ProcStageClient):
         async with self._translated():
             await self._get_llm().check_health()
 
-    async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        try:
-            results: list[Any] = await self._call(self._get_llm().collective_rpc(method, args=args))
-        except EngineError:
-            raise
-        except Exception as error:  # a worker's, of any kind
-            raise EngineError(f"{method} failed in stage {self.stage.stage_id}: {error}") from error
+    async def _call_workers(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        results: list[Any] = await self._get_llm().collective_rpc(method, args=args)
         return results
 
     def shutdown(self) -> None:
@@ -352,14 +359,8 @@ class DiffusionProcClient(ProcStageClient):
         async with self._translated():
             self._get_core().ensure_alive()
 
-    async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        core = self._get_core()
-        try:
-            results: list[Any] = await self._call(core.collective_rpc_async(method, args=args))
-        except EngineError:
-            raise
-        except Exception as error:  # vLLM's, with the words of ours
-            raise EngineError(f"{method} failed in stage {self.stage.stage_id}: {error}") from error
+    async def _call_workers(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        results: list[Any] = await self._get_core().collective_rpc_async(method, args=args)
         return results
 
     def shutdown(self) -> None:
