@@ -1,1 +1,0 @@
-"""Trains the small Qwen-Image checkpoint that ships as the model `demo`."""
