@@ -4,8 +4,11 @@
 
 Overhead: a 256 x 256 picture of 20 steps by the bare diffusion engine core, which encodes the
 prompt itself, and by `OmniAsyncLLM` in both modes, where vLLM does; in turn, a new prompt each
-time. Overlap: text requests and pictures at the same time, in both modes, beside each alone. One
-torch thread in every process, so that two stages can use two cores and nothing else differs.
+time. Whatever else runs on the machine moves these times by more than they differ, so there is a
+second figure: what of an embedded request's time is not inside a step of its diffusion engine,
+which is all of vLLM's part and all of the way between the two. Overlap: text requests and pictures
+at the same time, in both modes, beside each alone. One torch thread in every process, so that two
+stages can use two cores and nothing else differs.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from vllm_omni import DiffusionParams, OmniAsyncLLM, OmniRequest
 from vllm_omni.config import DiTConfig, Mode
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
 from vllm_omni.diffusion.messages import DiffusionRequest
+from vllm_omni.engine.stage_client import EmbeddedStageClient
 from vllm_omni.models.qwen_image.checkpoint import write_checkpoint
 from vllm_omni.models.qwen_image.input_processor import QwenImageInputProcessor
 
@@ -56,15 +60,19 @@ def main() -> None:
 async def measure(model: Path, num_rounds: int) -> dict[str, Any]:
     llms = {mode: OmniAsyncLLM.from_pretrained(str(model), mode=mode) for mode in MODES}
     bare = BareEngine(model)
+    clock = StepClock(llms["embedded"])
+    outside: list[float] = []
     seconds: dict[str, list[float]] = {"bare engine": [], **{mode: [] for mode in MODES}}
     overlap: dict[str, dict[str, list[float]]] = {mode: {} for mode in MODES}
     try:
         for index in range(-1, num_rounds):  # the first does not count
             prompt = f"a large red star on a blue background, number {index}"
             times = {"bare engine": bare.draw(prompt)}
+            clock.seconds = 0.0
             for mode, llm in llms.items():
                 times[mode] = await time_all(llm, [OmniRequest(prompt=prompt, params=PARAMS)])
             if index >= 0:
+                outside.append(times["embedded"] - clock.seconds)
                 for name, value in times.items():
                     seconds[name].append(value)
         for index in range(-1, max(3, num_rounds // 5)):
@@ -76,7 +84,30 @@ async def measure(model: Path, num_rounds: int) -> dict[str, Any]:
         for llm in llms.values():
             llm.shutdown()
         bare.core.shutdown()
-    return {"seconds": seconds, "overlap": overlap, "load_average": os.getloadavg()}
+    return {
+        "seconds": seconds,
+        "outside": outside,
+        "overlap": overlap,
+        "load_average": os.getloadavg(),
+    }
+
+
+class StepClock:
+    """Sums up the time inside the steps of an embedded diffusion engine."""
+
+    def __init__(self, llm: OmniAsyncLLM) -> None:
+        client = llm.clients[1]
+        assert isinstance(client, EmbeddedStageClient)
+        core = client.embedded.engine_core.stage_engines[1]
+        self._step = core.step
+        self.seconds = 0.0
+        core.step = self._timed_step  # type: ignore[method-assign]
+
+    def _timed_step(self) -> Any:
+        start = time.perf_counter()
+        news = self._step()
+        self.seconds += time.perf_counter() - start
+        return news
 
 
 class BareEngine:
@@ -135,6 +166,11 @@ def print_report(report: dict[str, Any]) -> None:
         ratios = [ours / theirs - 1 for ours, theirs in zip(of_rounds, bare, strict=True)]
         median = 1e3 * statistics.median(of_rounds)
         print(f"{name:32} {median:12.1f} {100 * statistics.median(ratios):22.1f} %")
+    share = [o / t for o, t in zip(report["outside"], report["seconds"]["embedded"], strict=True)]
+    print(
+        f"outside the diffusion engine: {1e3 * statistics.median(report['outside']):.1f} ms, "
+        f"{100 * statistics.median(share):.1f} % of an embedded request"
+    )
     print(f"\n{NUM_TEXTS} texts of {TEXT['max_tokens']} tokens, {NUM_PICTURES} pictures")
     for mode, times in report["overlap"].items():
         medians = {name: statistics.median(of_rounds) for name, of_rounds in times.items()}

@@ -55,7 +55,7 @@ def make_params(request: ARRequest, model_config: Any) -> SamplingParams | Pooli
             )
         # Without the activation: it would normalise each row.
         return PoolingParams(task="token_embed", use_activation=False)
-    params = make_sampling_params(request.sampling_params, model_config.get_diff_sampling_param())
+    params = make_sampling_params(request.sampling_params, model_config)
     if request.hidden_states is None:
         return params
     if params.n != 1:
@@ -66,13 +66,13 @@ def make_params(request: ARRequest, model_config: Any) -> SamplingParams | Pooli
 
 
 def make_sampling_params(
-    params: SamplingParams | Mapping[str, Any] | None, defaults: Mapping[str, Any]
+    params: SamplingParams | Mapping[str, Any] | None, model_config: Any
 ) -> SamplingParams:
-    """A copy of a request's sampling parameters; `defaults` are those of the model."""
+    """A copy of a request's sampling parameters, or the model's own."""
     if isinstance(params, SamplingParams):
         return params.clone()
     if params is None:
-        return SamplingParams.from_optional(**defaults)
+        return SamplingParams.from_optional(**model_config.get_diff_sampling_param())
     try:
         return SamplingParams(**params)
     # An unknown name, an impossible value.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +18,7 @@ import torch
 from vllm_omni.config import StageConfig
 from vllm_omni.engine.core import OmniEngineCore
 from vllm_omni.errors import DeadlineExceededError, EngineDeadError, InvalidParameterError
-from vllm_omni.outputs import EngineCoreOutput
+from vllm_omni.outputs import EngineCoreOutput, EngineCoreOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +113,36 @@ class StageClient(ABC):
         return output
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A function that the core's thread is to call between two steps."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    future: asyncio.Future[Any]
+
+    def run(self) -> None:
+        try:
+            result = self.function(*self.args)
+        except Exception as error:  # goes to whoever called
+            self.fail(error)
+        else:
+            self._settle(lambda: self.future.set_result(result))
+
+    def fail(self, error: Exception) -> None:
+        self._settle(lambda: self.future.set_exception(error))
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        """In the caller's thread, unless the caller has been cancelled."""
+        loop = self.future.get_loop()
+        _post(loop, lambda: None if self.future.done() else settle())
+
+
 class EmbeddedCore:
-    """An `OmniEngineCore` in a thread of its own, which is stepped while it has work."""
+    """An `OmniEngineCore` in a thread of its own, which steps it while it has work.
+
+    The thread does not wait for the event loop: news are posted, and the next step begins.
+    """
 
     def __init__(self, engine_core: OmniEngineCore) -> None:
         self.engine_core = engine_core
@@ -119,46 +150,75 @@ class EmbeddedCore:
             stage_id: EmbeddedStageClient(stage, self)
             for stage_id, stage in engine_core.stage_configs.items()
         }
-        # The one thread is also the lock: between two steps it does what else is asked of it.
-        self._thread = ThreadPoolExecutor(1, "vllm-omni-core", _take_over_thread_count)
-        self._stepping: asyncio.Task[None] | None = None
         self.is_shut_down = False
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()  # None: the end
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the last call
+        self._thread = threading.Thread(target=self._run, name="vllm-omni-core", daemon=True)
+        self._thread.start()
 
     async def call(self, function: Callable[..., R], *args: Any) -> R:
         """Run a function of the core in its thread, after the step that is under way."""
         if self.is_shut_down:
             raise EngineDeadError("the engine was shut down: make a new one")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
-    def wake(self) -> None:
-        """Step until there is nothing left to do."""
-        if self._stepping is None or self._stepping.done():
-            self._stepping = asyncio.create_task(self._step_while_busy())
+        self._loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = self._loop.create_future()
+        self._calls.put(Call(function, args, future))
+        return await future
 
     def shutdown(self) -> None:
         if self.is_shut_down:
             return
         self.is_shut_down = True
-        if self._stepping is not None:
-            self._stepping.cancel()
-        for client in self.clients.values():
-            client.fail(EngineDeadError("the engine was shut down"))
-        self._thread.submit(self.engine_core.shutdown).result()
-        self._thread.shutdown()
+        self._calls.put(None)
+        self._thread.join()
+        self._fail(EngineDeadError("the engine was shut down"))
 
-    async def _step_while_busy(self) -> None:
-        try:
-            while self.engine_core.has_requests():
-                news, _ = await self.call(self.engine_core.step)
-                for stage_id, outputs in news.items():
-                    for output in outputs.outputs:
-                        self.clients[stage_id].deliver(output)
-                for stage_id, error in self.engine_core.dead_stages.items():
-                    self.clients[stage_id].fail(error)
-        except Exception as error:  # a mistake of ours, and nobody knows what state it left
-            logger.exception("the engine failed")
-            for client in self.clients.values():
-                client.fail(EngineDeadError(f"the engine failed: {type(error).__name__}: {error}"))
+    def _run(self) -> None:
+        _take_over_thread_count()
+        while True:
+            # 1. What is asked for between two steps; while there is nothing to step, wait for it.
+            while not self._calls.empty() or not self.engine_core.has_requests():
+                call = self._calls.get()
+                if call is None:
+                    self._end()
+                    return
+                call.run()
+            # 2. One step.
+            assert self._loop is not None  # whoever added the request has called
+            try:
+                news, _ = self.engine_core.step()
+            except Exception as error:  # a mistake of ours, and nobody knows what state it left
+                logger.exception("the engine failed")
+                dead = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
+                self.engine_core.dead_stages.update(dict.fromkeys(self.clients, dead))
+                news = {}
+            _post(self._loop, partial(self._deliver, news))
+
+    def _end(self) -> None:
+        self.engine_core.shutdown()
+        while not self._calls.empty():
+            if (call := self._calls.get()) is not None:
+                call.fail(EngineDeadError("the engine was shut down"))
+
+    def _deliver(self, news: Mapping[int, EngineCoreOutputs]) -> None:
+        for stage_id, outputs in news.items():
+            for output in outputs.outputs:
+                self.clients[stage_id].deliver(output)
+        for stage_id, error in self.engine_core.dead_stages.items():
+            self.clients[stage_id].fail(error)
+
+    def _fail(self, error: EngineDeadError) -> None:
+        for client in self.clients.values():
+            client.fail(error)
+
+
+def _post(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Call a function in a loop's thread; of a loop that is closed nobody waits for anything."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
 
 
 def _take_over_thread_count() -> None:
@@ -177,14 +237,12 @@ class EmbeddedStageClient(StageClient):
         await self.embedded.call(
             self.embedded.engine_core.add_request, self.stage.stage_id, request
         )
-        self.embedded.wake()
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         if not self.embedded.is_shut_down:
             await self.embedded.call(
                 self.embedded.engine_core.abort_requests, self.stage.stage_id, list(request_ids)
             )
-            self.embedded.wake()
 
     async def check_health(self) -> None:
         await self.embedded.call(self.embedded.engine_core.check_health, self.stage.stage_id)
