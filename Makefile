@@ -6,7 +6,7 @@ BIN := .venv/bin
 LOCK := requirements/$(DEVICE).txt
 STAMP := .venv/.installed-$(DEVICE)
 PIP_INSTALL := $(BIN)/pip -qq --disable-pip-version-check install# errors only
-CODE := $(wildcard vllm_omni tests benchmarks)
+CODE := $(wildcard vllm_omni tests benchmarks examples training)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -14,9 +14,8 @@ CODE := $(wildcard vllm_omni tests benchmarks)
 
 install: $(STAMP)  ## make .venv and install the locked packages into it
 
-demo: $(STAMP)  ## draw a picture into out/demo.png with the embedded model
-	@mkdir -p out
-	$(BIN)/vllm-omni generate "a large red star on a blue background" -o out/demo.png --size 256x256 --steps 8 --seed 1
+demo: $(STAMP)  ## draw three pictures into out/ with the embedded model
+	$(BIN)/python examples/three_pictures.py out
 	@echo 'Next: $(BIN)/vllm-omni generate "a small green circle" -o out/mine.png, or $(BIN)/vllm-omni doctor'
 
 test: export HF_HUB_OFFLINE = 1

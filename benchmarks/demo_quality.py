@@ -30,18 +30,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from training.captions import canonical_caption, make_caption, parse_caption, sample_rewriting
 from training.data import rewrite_chat
 from training.judge import judge
 from training.models import QUESTIONS
 from training.render import Renderer, encode_scenes
-from training.world import (
-    Said,
-    Scene,
-    make_caption,
-    parse_caption,
-    sample_held_out_scene,
-    sample_rewriting,
-)
+from training.world import Said, Scene, sample_held_out_scene
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 
@@ -158,14 +152,14 @@ class Artist:
 
     def close(self) -> None:
         if self.args.backend == "omni" and self.engine is not None:
-            self.engine.shutdown()
+            self.engine.close()
 
 
 def load_pipeline(args: argparse.Namespace) -> Any:
     from diffusers import QwenImagePipeline
 
     dtype = getattr(torch, args.dtype)
-    pipeline = QwenImagePipeline.from_pretrained(args.model, torch_dtype=dtype).to(args.device)
+    pipeline = QwenImagePipeline.from_pretrained(args.model, dtype=dtype).to(args.device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -282,19 +276,14 @@ def score_language(
             scene is not None and _names(scene) == _names(task.scene) for scene, task in kept
         )
         scores[f"captions of {name} pictures, everything"] = percent(
-            scene is not None and _facts(scene) == _facts(task.scene) for scene, task in kept
+            scene is not None and canonical_caption(scene) == canonical_caption(task.scene)
+            for scene, task in kept
         )
     return scores
 
 
 def _names(scene: Scene) -> list[tuple[str, str]]:
     return sorted((thing.glyph, thing.colour) for thing in scene.things)
-
-
-def _facts(scene: Scene) -> tuple[Any, ...]:
-    things = sorted((t.glyph, t.colour, t.size, t.x > 0.5, t.y > 0.5) for t in scene.things)
-    where = scene.place or [(t[0], t[3:]) for t in things]
-    return [t[:3] for t in things], where, scene.background
 
 
 def percent(values: Any) -> float:

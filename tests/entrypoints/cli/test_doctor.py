@@ -161,7 +161,7 @@ def test_text_engine_is_there_if_vllm_is_installed() -> None:
 def test_demo_model_is_known_by_its_index(tmp_path: Path) -> None:
     problem = doctor.check_demo_model(tmp_path).problem
     assert problem is not None
-    assert problem.startswith(f"there is no model in {tmp_path}; ")
+    assert problem.startswith(f"there is no model in {tmp_path}: ")
     (tmp_path / "model_index.json").write_text("{}")
     assert doctor.check_demo_model(tmp_path).problem is None
 

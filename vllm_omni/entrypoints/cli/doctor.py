@@ -224,8 +224,8 @@ def check_demo_model(path: Path) -> Capability:
     problem = None
     if not (path / "model_index.json").is_file():
         problem = (
-            f"there is no model in {path}; the name `demo` stands for random weights, "
-            "made on first use; for real pictures give the path of a Qwen-Image checkpoint"
+            f"there is no model in {path}: install the package again, "
+            "or give the path of a Qwen-Image checkpoint"
         )
     return Capability("embedded demo model", problem)
 

@@ -75,7 +75,7 @@ GENERATION_CONFIG = {"height": 256, "width": 256, "num_inference_steps": 20}
 # diffusers skip it.
 MARKER = "_vllm_omni_random_weights"
 
-_SPECIAL_TOKENS = (
+SPECIAL_TOKENS = (
     "<|im_start|>",
     "<|object_ref_start|>",
     "<|object_ref_end|>",
@@ -98,7 +98,7 @@ _PROMPT_WORDS = (
 )
 
 # Qwen2.5-VL's turns; a message is a string or a list of text and image parts.
-_CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for content in message['content'] %}"
@@ -112,7 +112,7 @@ _PATCH_SIZE = 14  # pixels
 _MERGE_SIZE = 2  # patches a side that make one token
 _PIXELS_PER_TOKEN = (_PATCH_SIZE * _MERGE_SIZE) ** 2
 
-_IMAGE_PROCESSOR_CONFIG = {
+IMAGE_PROCESSOR_CONFIG = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
     "do_convert_rgb": True,
@@ -181,7 +181,7 @@ def _build_pipeline(size: CheckpointSize, seed: int) -> Any:
             vae=_with_he_gain(_build_vae(size)),
             text_encoder=_build_text_encoder(size, tokenizer),
             tokenizer=tokenizer,
-            scheduler=_build_scheduler(),
+            scheduler=build_scheduler(),
         )
 
 
@@ -196,10 +196,10 @@ def _train_tokenizer() -> Any:
         [*pieces, _PROMPT_WORDS],
         vocab_size=4096,  # never reached: the words run out first
         min_frequency=1,
-        new_special_tokens=list(_SPECIAL_TOKENS),
+        new_special_tokens=list(SPECIAL_TOKENS),
         show_progress=False,
     )
-    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
     for template in (TEXT_TO_IMAGE, EDIT):
         num_tokens = len(tokenizer(template.prefix).input_ids)
         if num_tokens != template.num_prefix_tokens:
@@ -290,7 +290,7 @@ def _build_text_encoder(size: CheckpointSize, tokenizer: Any) -> Any:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _build_scheduler() -> Any:
+def build_scheduler() -> Any:
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=1.0,
@@ -311,15 +311,15 @@ def _save(pipeline: Any, path: Path, marker: dict[str, Any]) -> None:
     except SafetensorError as error:  # a full disk, for one, is not an OSError there
         raise OSError(f"cannot write the weights: {error}") from error
     index = json.loads((path / "model_index.json").read_text())
-    _write_json(path / "model_index.json", {**index, MARKER: marker})
-    _write_json(path / "generation_config.json", GENERATION_CONFIG)
+    write_json(path / "model_index.json", {**index, MARKER: marker})
+    write_json(path / "generation_config.json", GENERATION_CONFIG)
     # The AR stage reads the text encoder's tokenizer and image settings from one folder.
     pipeline.tokenizer.save_pretrained(path / "processor")
-    _write_json(path / "processor" / "preprocessor_config.json", _IMAGE_PROCESSOR_CONFIG)
+    write_json(path / "processor" / "preprocessor_config.json", IMAGE_PROCESSOR_CONFIG)
     # safetensors lets only the owner read its files; give them the mode of all the others.
     for weights in path.rglob("*.safetensors"):
         weights.chmod((path / "model_index.json").stat().st_mode)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")

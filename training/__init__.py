@@ -1,0 +1,1 @@
+"""Trains the small Qwen-Image checkpoint that ships as the model `demo`."""
