@@ -21,6 +21,9 @@ from vllm_omni.stage_file import read_stage_file
 if TYPE_CHECKING:
     from vllm_omni.outputs import OmniOutput
 
+# In a process of its own, diffusers is imported while this one imports vLLM.
+EMBEDDED_DEFAULTS = {"worker_processes": 1}
+
 FILE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -73,7 +76,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="YAML file of the stages to run, instead of those of the model",
     )
     add_settings(
-        parser, DiTConfig, leave_out=("model", "model_type", "stage_id", "load_text_encoder")
+        parser,
+        DiTConfig,
+        leave_out=("model", "model_type", "stage_id", "load_text_encoder"),
+        defaults=EMBEDDED_DEFAULTS,
     )
     parser.set_defaults(run=run)
 
@@ -113,9 +119,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"model": args.model, "mode": args.mode}
     if args.stage_configs is not None:
         settings["stage_configs"] = read_stage_file(args.stage_configs)
-    else:
-        # In a process of its own, diffusers is imported while this one imports vLLM.
-        settings["worker_processes"] = 1
+    elif args.mode == "embedded":
+        settings |= EMBEDDED_DEFAULTS
     return settings | read_settings(args, DiTConfig)
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, config_class: type, leave_out: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    config_class: type,
+    leave_out: Collection[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """One `--option` for each field that has a help line."""
+    """One `--option` for each field that has a help line.
+
+    Args:
+        defaults: what a command takes instead of a field's own default, to be shown.
+    """
     group = parser.add_argument_group("engine settings")
     types = get_type_hints(config_class)
     for field in fields(config_class):
@@ -29,7 +37,8 @@ def add_settings(
         else:
             continue  # nested settings have no option of their own
         assert field.default is not MISSING
-        options["help"] = f"{field.metadata['help']}; default: {field.default}"
+        default = defaults.get(field.name, field.default)
+        options["help"] = f"{field.metadata['help']}; default: {default}"
         group.add_argument(f"--{field.name.replace('_', '-')}", **options)
 
 
