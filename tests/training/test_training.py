@@ -10,13 +10,17 @@ from random import Random
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from training.captions import canonical_caption, parse_caption
+from training.export import export
 from training.judge import judge
 from training.loop import Trainer
 from training.render import Renderer, encode_scenes
+from training.unpack import unpack
 from training.world import Said, sample_held_out_scene
+from vllm_omni.models.demo import find_model
 
 
 def train_ar(out: Path, *arguments: str) -> list[float]:
@@ -81,3 +85,20 @@ def test_captions_can_be_read_back() -> None:
         scene = sample_held_out_scene(rng, 1 + index % 2)
         caption = canonical_caption(scene)
         assert parse_caption(caption) is not None, caption
+
+
+def test_the_shipped_checkpoint_can_be_taken_apart_and_put_together(tmp_path: Path) -> None:
+    """So training can go on from it."""
+    shipped = find_model("demo")
+    unpack(shipped, tmp_path / "parts")
+    export(tmp_path / "parts", tmp_path / "again")
+    files = sorted(file.relative_to(shipped) for file in shipped.rglob("*.safetensors"))
+    assert len(files) == 3
+    for file in files:
+        weights, again = load_file(shipped / file), load_file(tmp_path / "again" / file)
+        assert weights.keys() == again.keys()
+        assert all(weights[name].equal(again[name]) for name in weights)
+    config = Path("vae", "config.json")
+    assert json.loads((shipped / config).read_text()) == json.loads(
+        (tmp_path / "again" / config).read_text()
+    )
