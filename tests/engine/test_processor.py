@@ -306,8 +306,7 @@ def test_model_may_be_that_of_a_vllm_config(text_model: Path) -> None:
     assert processor.process_input(OmniRequest(prompt="a cat")).prompt == "a cat"
 
 
-def test_model_named_demo_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VLLM_OMNI_CACHE", str(tmp_path))
+def test_model_named_demo_is_found() -> None:
     assert OmniProcessor("demo").complete_params(DiffusionParams()).height == 256
 
 

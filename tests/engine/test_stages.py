@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,8 +104,7 @@ def test_no_stage_is_refused() -> None:
     assert str(caught.value) == "stage_configs=[] is not allowed: at least one stage"
 
 
-def test_model_named_demo_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VLLM_OMNI_CACHE", str(tmp_path))
+def test_model_named_demo_is_found() -> None:
     path = str(find_model(DEMO))
     for stage in derive_stage_configs(DEMO):
         assert stage.model_path == path

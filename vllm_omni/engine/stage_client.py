@@ -171,7 +171,8 @@ class EmbeddedCore:
         self.is_shut_down = True
         self._calls.put(None)
         self._thread.join()
-        self._fail(EngineDeadError("the engine was shut down"))
+        for client in self.clients.values():
+            client.fail(EngineDeadError("the engine was shut down"))
 
     def _run(self) -> None:
         _take_over_thread_count()
@@ -206,10 +207,6 @@ class EmbeddedCore:
                 self.clients[stage_id].deliver(output)
         for stage_id, error in self.engine_core.dead_stages.items():
             self.clients[stage_id].fail(error)
-
-    def _fail(self, error: EngineDeadError) -> None:
-        for client in self.clients.values():
-            client.fail(error)
 
 
 def _post(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
