@@ -1,0 +1,203 @@
+"""Bodies and answers of our own HTTP routes, in OpenAI's shapes; unknown parameters are refused.
+
+What is said here, types and bounds, is what the served OpenAPI document says. Limits that an
+operator sets are checked where they are known, in `limits.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+
+from vllm_omni.params import MAX_OUTPUTS_PER_PROMPT, MAX_SEED, MAX_SIDE, MAX_STEPS, OutputMode
+
+OutputFormat = Literal["png", "jpeg", "webp"]
+Quality = Literal["auto", "low", "medium", "high", "standard", "hd"]
+Background = Literal["auto", "opaque", "transparent"]
+ResponseFormat = Literal["b64_json", "url"]
+JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+
+MAX_PARTIAL_IMAGES = 3
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Body(BaseModel):
+    """Of a request: an unknown parameter is an error that names it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ImageParameters(Body):
+    """What generation, editing and jobs have in common."""
+
+    prompt: str = Field(min_length=1, description="What to draw.")
+    model: str | None = Field(None, description="The served model, or nothing.")
+    n: StrictInt = Field(1, ge=1, le=MAX_OUTPUTS_PER_PROMPT, description="How many pictures.")
+    size: str = Field(
+        "auto",
+        pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$",
+        description=f"WIDTHxHEIGHT in pixels, multiples of 16 up to {MAX_SIDE}; auto: the model's.",
+    )
+    quality: Quality = Field(
+        "auto",
+        description=(
+            "How many steps: low is half of the model's own number; medium, standard and auto are "
+            "that number; high and hd one and a half of it. num_inference_steps goes before it."
+        ),
+    )
+    background: Background = Field("auto", description="transparent is refused: no model can yet.")
+    output_format: OutputFormat = "png"
+    output_compression: StrictInt = Field(
+        100, ge=0, le=100, description="Quality in percent, of jpeg and webp; png has no loss."
+    )
+    response_format: ResponseFormat = Field(
+        "b64_json", description="url: served by this server for a limited time."
+    )
+    user: str | None = Field(None, max_length=256, description="Whose request it is, for the log.")
+    moderation: Literal["auto", "low"] = Field("auto", description="This server does not moderate.")
+
+    # beyond OpenAI's
+    negative_prompt: str | None = Field(
+        None, description="What not to draw; turns guidance on (true_cfg_scale above 1)."
+    )
+    num_inference_steps: StrictInt | None = Field(None, ge=1, le=MAX_STEPS)
+    true_cfg_scale: Finite | None = Field(
+        None, ge=0, le=100, description="Guidance; above 1 it is on, and a step costs twice."
+    )
+    seed: StrictInt | None = Field(
+        None, ge=0, le=MAX_SEED, description="Picture i is drawn with seed + i; drawn if not given."
+    )
+    priority: StrictInt = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower goes first.")
+    timeout: Finite | None = Field(
+        None, gt=0, le=1e9, description="Seconds from arrival; then 504 is the answer."
+    )
+    output_mode: OutputMode = Field(
+        OutputMode.PIXELS, description="Only pixels and pixels_and_mask can be had over HTTP."
+    )
+    rewrite_prompt: StrictBool = Field(
+        False, description="Let the model write a fuller prompt first; it is the revised_prompt."
+    )
+    cache: Any = Field(None, description="Not supported yet.")
+    lora: Any = Field(None, description="Not supported yet.")
+
+
+class ImageGenerationRequest(ImageParameters):
+    """POST /v1/images/generations."""
+
+    stream: StrictBool = Field(False, description="Server-sent events instead of one answer.")
+    partial_images: StrictInt = Field(
+        0, ge=0, le=MAX_PARTIAL_IMAGES, description="Previews of each picture; needs stream."
+    )
+
+
+class ImageJobRequest(ImageParameters):
+    """POST /v1/images/jobs."""
+
+
+class Image(BaseModel):
+    b64_json: str | None = None
+    url: str | None = None
+    revised_prompt: str | None = None
+    seed: int  # with which this picture can be made again, alone
+
+
+class TokenDetails(BaseModel):
+    text_tokens: int = 0
+    image_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Tokens that the engines saw: those of the prompts, and those of the pictures' latents."""
+
+    input_tokens: int
+    input_tokens_details: TokenDetails
+    output_tokens: int
+    output_tokens_details: TokenDetails
+    total_tokens: int
+
+
+class Metrics(BaseModel):
+    """Where the time went, in seconds."""
+
+    num_steps: int
+    queue_time: float
+    total_time: float
+
+
+class ImagesResponse(BaseModel):
+    created: int
+    background: Background
+    output_format: OutputFormat
+    quality: Quality
+    size: str
+    data: list[Image]
+    usage: Usage
+    metrics: Metrics
+
+
+class PartialImageEvent(BaseModel):
+    """A preview on the way; `image_index` says of which of n pictures."""
+
+    type: Literal["image_generation.partial_image"] = "image_generation.partial_image"
+    b64_json: str
+    partial_image_index: int
+    image_index: int
+    step: int
+    num_steps: int
+    created_at: int
+    size: str
+    quality: Quality
+    background: Background
+    output_format: OutputFormat
+
+
+class CompletedEvent(BaseModel):
+    """One picture, done."""
+
+    type: Literal["image_generation.completed"] = "image_generation.completed"
+    b64_json: str | None = None
+    url: str | None = None
+    image_index: int
+    seed: int
+    revised_prompt: str | None = None
+    created_at: int
+    size: str
+    quality: Quality
+    background: Background
+    output_format: OutputFormat
+    usage: Usage
+    metrics: Metrics
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorInfo
+
+
+class Job(BaseModel):
+    """A picture, or several, that nobody holds a connection for."""
+
+    id: str
+    object: Literal["image.job"] = "image.job"
+    status: JobStatus
+    progress: int = Field(ge=0, le=100)  # percent of the steps
+    queue_position: int | None = None  # 0: next; None: not waiting any more
+    estimated_seconds: float | None = None  # until it is done; None: it has ended
+    created_at: int
+    completed_at: int | None = None
+    expires_at: int | None = None  # when it is forgotten; set at its end
+    result: ImagesResponse | None = None
+    error: ErrorInfo | None = None
+
+
+class JobList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Job]
+    has_more: bool
