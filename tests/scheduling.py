@@ -25,6 +25,7 @@ class StubInputs:
     num_tokens: int = 10
     output_type: str = "image"
     preview_every: int = 0
+    num_rows: int = 1
 
 
 StubRequest = DiffusionRequest[StubInputs]

@@ -55,6 +55,36 @@ class RequestError(msgspec.Struct, frozen=True):
         return error
 
 
+class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step of a diffusion engine core did, and where its time went, in seconds."""
+
+    start_time: float  # time.monotonic(), which all processes of a machine share
+    step_time: float  # scheduling, execution and update
+    model_time: float = 0.0  # inside text encoder, transformer and VAE
+    prepare_time: float = 0.0  # of the slowest worker, as the next two
+    denoise_time: float = 0.0  # previews included
+    decode_time: float = 0.0
+
+    num_requests: int = 0  # in the step
+    num_rows: int = 0  # of them, one for each guidance branch
+    num_tokens: int = 0  # over all rows, text included
+    max_num_tokens: int = 0  # the budget
+    num_running: int = 0  # requests that workers hold when the step is over
+    num_waiting: int = 0  # and those that have not started
+    num_computed_steps: int = 0  # denoising steps of requests
+    num_skipped_steps: int = 0  # of those, taken by a cache
+    memory_bytes: dict[int, int] = {}  # worker -> GPU memory, or resident; told once a second
+
+    @property
+    def end_time(self) -> float:
+        return self.start_time + self.step_time
+
+    @property
+    def occupancy(self) -> float:
+        """The part of the token budget that was used."""
+        return self.num_tokens / self.max_num_tokens if self.max_num_tokens else 0.0
+
+
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     """News of one request from one step: its progress, or its end."""
 
@@ -67,6 +97,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     output_metadata: dict[str, Any] = {}  # step, num_steps, queue_time
     additional_outputs: dict[str, Tensor] = {}  # "latents", "mask"; "preview" with progress
     request_output: Any = None  # vLLM's, of text; made on the client's side, crosses no process
+    step_stats: StepStats | None = None  # of the step it comes from; set on the client's side
 
     @property
     def finished(self) -> bool:
@@ -77,14 +108,16 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True):
     """All news of one step for one client."""
 
     outputs: list[EngineCoreOutput] = []
+    step_stats: StepStats | None = None  # of a diffusion engine core; for one of the clients
     timestamp: float = msgspec.field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMetrics:
-    """Where a request's time went, in seconds."""
+    """What a request took; times in seconds."""
 
     num_steps: int = 0
+    num_prompt_tokens: int = 0  # that condition the picture, over both prompts
     queue_time: float = 0.0  # arrival to the first step
     total_time: float = 0.0  # arrival to the final output
 

@@ -99,15 +99,17 @@ def assert_same(received: omni.EngineCoreOutput, sent: omni.EngineCoreOutput) ->
 
 def test_output_crosses_with_every_field() -> None:
     sent = create_output()
-    unset = {"request_output"}  # made on the client's side
+    unset = {"request_output", "step_stats"}  # made on the client's side
     for field in msgspec.structs.fields(omni.EngineCoreOutput):
         if field.name not in unset:
             default = getattr(omni.EngineCoreOutput(""), field.name)
             value = getattr(sent, field.name)
             assert isinstance(value, Tensor) or value != default, f"{field.name} is not tried here"
-    outputs = OmniEngineCoreOutputs(outputs=[to_wire(sent)], timestamp=12.5)
+    stats = omni.StepStats(start_time=5.0, step_time=0.25, num_rows=3, memory_bytes={0: 1 << 40})
+    outputs = OmniEngineCoreOutputs(outputs=[to_wire(sent)], timestamp=12.5, step_stats=stats)
     received = cross(outputs, OmniEngineCoreOutputs)
     assert received.timestamp == 12.5
+    assert received.step_stats == stats
     [output] = received.outputs
     assert_same(from_wire(output), sent)
 
@@ -222,7 +224,8 @@ def test_our_fields_are_the_last() -> None:
         field.name for field in msgspec.structs.fields(EngineCoreOutput)
     ]
     assert [field.name for field in msgspec.structs.fields(OmniEngineCoreOutputs)] == [
-        field.name for field in msgspec.structs.fields(EngineCoreOutputs)
+        *(field.name for field in msgspec.structs.fields(EngineCoreOutputs)),
+        "step_stats",
     ]
 
 

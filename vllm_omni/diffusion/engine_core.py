@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.executor import DiffusionExecutor
-from vllm_omni.diffusion.messages import DiffusionRequest
+from vllm_omni.diffusion.messages import (
+    DiffusionModelRunnerOutput,
+    DiffusionRequest,
+    DiffusionSchedulerOutput,
+)
 from vllm_omni.diffusion.scheduler import DiffusionScheduler
 from vllm_omni.models.registry import get_model_spec, load_class
-from vllm_omni.outputs import EngineCoreOutputs, FinishReason
+from vllm_omni.outputs import EngineCoreOutputs, FinishReason, StepStats
 
 
 class DiffusionEngineCore:
@@ -42,10 +47,41 @@ class DiffusionEngineCore:
         """One denoising step for a batch: the news by client, and whether there was any work."""
         if not self.scheduler.has_requests():
             return {}, False
+        start_time = time.monotonic()
         scheduler_output = self.scheduler.schedule()
         model_output = self.executor.execute_model(scheduler_output)
         self.model_time = model_output.model_time
-        return self.scheduler.update_from_output(scheduler_output, model_output), True
+        news = self.scheduler.update_from_output(scheduler_output, model_output)
+        for of_client in news.values():
+            of_client.step_stats = self._make_stats(start_time, scheduler_output, model_output)
+            break  # one client counts each step, or it would be counted twice
+        return news, True
+
+    def _make_stats(
+        self,
+        start_time: float,
+        scheduler_output: DiffusionSchedulerOutput[Any],
+        model_output: DiffusionModelRunnerOutput,
+    ) -> StepStats:
+        num_running, num_waiting = self.scheduler.get_request_counts()
+        return StepStats(
+            start_time=start_time,
+            step_time=time.monotonic() - start_time,
+            model_time=model_output.model_time,
+            prepare_time=model_output.prepare_time,
+            denoise_time=model_output.denoise_time,
+            decode_time=model_output.decode_time,
+            num_requests=len(scheduler_output.num_scheduled_steps),
+            num_rows=scheduler_output.total_num_scheduled_rows,
+            num_tokens=scheduler_output.total_num_scheduled_tokens,
+            max_num_tokens=self.dit_config.max_num_batched_tokens,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_computed_steps=sum(
+                num_steps > 0 for num_steps in model_output.num_computed_steps.values()
+            ),
+            memory_bytes=model_output.memory_bytes,
+        )
 
     def shutdown(self) -> None:
         self.executor.shutdown()

@@ -26,6 +26,10 @@ class CustomInputs(Protocol):
         """Tokens of one step over all guidance branches, text included."""
 
     @property
+    def num_rows(self) -> int:
+        """Rows of one step: one for each guidance branch."""
+
+    @property
     def output_type(self) -> str:
         """What the finished request's main tensor is."""
 
@@ -61,6 +65,7 @@ class DiffusionSchedulerOutput(msgspec.Struct, Generic[InputsT], kw_only=True):
     scheduled_new_reqs: list[NewRequestData[InputsT]] = []
     num_scheduled_steps: dict[str, int] = {}  # request id -> 1
     total_num_scheduled_tokens: int = 0
+    total_num_scheduled_rows: int = 0
     finished_req_ids: list[str] = []  # ended since the last step; workers free them
 
 
@@ -79,6 +84,10 @@ class DiffusionModelRunnerOutput(msgspec.Struct, kw_only=True):
     results: dict[str, RequestResult] = {}  # request id -> tensors, once decoded
     errors: dict[str, RequestError] = {}
     model_time: float = 0.0  # seconds in text encoder, transformer and VAE
+    prepare_time: float = 0.0  # seconds, as the next two
+    denoise_time: float = 0.0
+    decode_time: float = 0.0
+    memory_bytes: dict[int, int] = {}  # worker -> bytes in use; once a second, not in every step
 
     def merge(self, other: DiffusionModelRunnerOutput) -> None:
         """Add what another worker did in the same step."""
@@ -86,4 +95,9 @@ class DiffusionModelRunnerOutput(msgspec.Struct, kw_only=True):
         self.previews.update(other.previews)
         self.results.update(other.results)
         self.errors.update(other.errors)
+        self.memory_bytes.update(other.memory_bytes)
+        # Workers work at the same time: the slowest counts.
         self.model_time = max(self.model_time, other.model_time)
+        self.prepare_time = max(self.prepare_time, other.prepare_time)
+        self.denoise_time = max(self.denoise_time, other.denoise_time)
+        self.decode_time = max(self.decode_time, other.decode_time)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -49,8 +50,10 @@ class DiffusionModelRunner:
         self.cache_manager.clear_expired_cache()
 
         # 1. Start the new requests.
+        start = time.perf_counter()
         for new_request in scheduler_output.scheduled_new_reqs:
             self._prepare(new_request, output)
+        prepared = time.perf_counter()
 
         # 2. One step for all, with a preview where one is due. The order of rows does not change
         #    from step to step, whatever the order of scheduling was, so an unchanged batch is
@@ -58,6 +61,7 @@ class DiffusionModelRunner:
         request_ids = [id for id in scheduler_output.num_scheduled_steps if id in self.states]
         request_ids.sort(key=lambda request_id: self.states[request_id].row)
         self._step([id for id in request_ids if self.states[id].num_steps > 0], output)
+        denoised = time.perf_counter()
 
         # 3. Decode those that have arrived.
         done = [id for id in request_ids if id in self.states and self._is_done(id)]
@@ -67,6 +71,9 @@ class DiffusionModelRunner:
         output.results.update(results)
 
         output.model_time = self.adapter.model_time - model_time
+        output.prepare_time = prepared - start
+        output.denoise_time = denoised - prepared
+        output.decode_time = time.perf_counter() - denoised
         return output
 
     def _prepare(

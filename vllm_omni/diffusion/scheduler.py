@@ -42,6 +42,7 @@ class ScheduledRequest:
 
     request: DiffusionRequest[Any]
     num_tokens: int
+    num_rows: int
     num_steps: int
     arrival_time: float
     status: RequestStatus = RequestStatus.WAITING
@@ -92,6 +93,7 @@ class DiffusionScheduler:
         self.requests[request.request_id] = ScheduledRequest(
             request=request,
             num_tokens=num_tokens,
+            num_rows=request.custom_inputs.num_rows,
             num_steps=request.custom_inputs.num_steps,
             arrival_time=arrival_time,
         )
@@ -153,6 +155,7 @@ class DiffusionScheduler:
                     NewRequestData(request.request_id, request.request.custom_inputs)
                 )
             output.num_scheduled_steps[request.request_id] = 1
+            output.total_num_scheduled_rows += request.num_rows
         output.total_num_scheduled_tokens = self.config.max_num_batched_tokens - budget
         return output
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Generic
 
 import msgspec
+import psutil
 import setproctitle
 import torch
 
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 REMOTE_METHODS = ("sleep", "wake", "get_stats")
 
+_MEMORY_PERIOD = 1.0  # seconds between looks at the memory: one takes as long as the rest of a step
+
 
 class DiffusionWorker:
     """Builds the model and its managers, and takes steps with them."""
@@ -42,6 +46,7 @@ class DiffusionWorker:
         self.rank = rank
         self.pipeline_manager = PipelineManager(config, rank)
         self.cache_manager = DiTCacheManager(config.cache_config, self.pipeline_manager.device)
+        self._memory_due = 0.0  # time.monotonic() of the next look at the memory
 
     def load_model(self) -> None:
         self.pipeline_manager.load()
@@ -57,7 +62,18 @@ class DiffusionWorker:
     def execute_model(
         self, scheduler_output: DiffusionSchedulerOutput[Any]
     ) -> DiffusionModelRunnerOutput:
-        return self.model_runner.execute_model(scheduler_output)
+        output = self.model_runner.execute_model(scheduler_output)
+        if (now := time.monotonic()) >= self._memory_due:
+            self._memory_due = now + _MEMORY_PERIOD
+            output.memory_bytes = {self.rank: self._read_memory()}
+        return output
+
+    def _read_memory(self) -> int:
+        """Bytes that this worker takes: of its GPU, or of the machine."""
+        device = self.pipeline_manager.device
+        if device.type == "cuda":
+            return torch.cuda.memory_reserved(device)
+        return psutil.Process().memory_info().rss
 
     def call(self, method: str, args: Sequence[Any]) -> Any:
         """A method by name, if it is one that may be called from outside."""

@@ -120,8 +120,10 @@ class OmniEngineCore:
                 logger.exception("stage %d is dead", stage_id)
                 self.dead_stages[stage_id] = error
                 continue
+            stats = [o.step_stats for o in outputs.values() if o.step_stats is not None]
             news[stage_id] = EngineCoreOutputs(
-                outputs=[output for of_client in outputs.values() for output in of_client.outputs]
+                outputs=[output for of_client in outputs.values() for output in of_client.outputs],
+                step_stats=stats[0] if stats else None,
             )
         return news, bool(news)
 

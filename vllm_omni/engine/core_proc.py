@@ -64,6 +64,7 @@ class OmniEngineCoreOutputs(EngineCoreOutputs):
     """Reads also what vLLM itself sends: fields at the end that are not there have defaults."""
 
     outputs: list[OmniEngineCoreOutput] = msgspec.field(default_factory=list)
+    step_stats: omni.StepStats | None = None
 
 
 _TO_VLLM = {
@@ -159,7 +160,10 @@ class DiffusionCoreInVllm(EngineCore):
         self._process_aborts_queue()
         news, did_work = self.core.step()
         return {
-            client: OmniEngineCoreOutputs(outputs=[to_wire(output) for output in of_client.outputs])
+            client: OmniEngineCoreOutputs(
+                outputs=[to_wire(output) for output in of_client.outputs],
+                step_stats=of_client.step_stats,
+            )
             for client, of_client in news.items()
         }, did_work
 

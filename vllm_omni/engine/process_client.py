@@ -378,8 +378,7 @@ class DiffusionProcClient(ProcStageClient):
         try:
             while True:
                 outputs = await core.get_output_async()
-                for output in outputs.outputs:
-                    self.deliver(from_wire(output))
+                self.deliver_step(map(from_wire, outputs.outputs), outputs.step_stats)
         except VllmEngineDeadError:
             self.fail(self._dead_error())
         except Exception as error:  # a message that cannot be read

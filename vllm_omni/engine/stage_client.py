@@ -18,11 +18,12 @@ import torch
 from vllm_omni.config import StageConfig
 from vllm_omni.engine.core import OmniEngineCore
 from vllm_omni.errors import DeadlineExceededError, EngineDeadError, InvalidParameterError
-from vllm_omni.outputs import EngineCoreOutput, EngineCoreOutputs
+from vllm_omni.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class StageClient(ABC):
@@ -30,6 +31,9 @@ class StageClient(ABC):
 
     def __init__(self, stage: StageConfig) -> None:
         self.stage = stage
+        # Called after every step of a diffusion stage, in the event loop's thread. (What an AR
+        # stage does, vLLM's own metrics say.)
+        self.on_step: Callable[[StepStats], None] | None = None
         self._queues: dict[str, asyncio.Queue[EngineCoreOutput | Exception]] = {}
 
     async def outputs(
@@ -91,6 +95,14 @@ class StageClient(ABC):
                 del self._queues[output.request_id]
             queue.put_nowait(output)
 
+    def deliver_step(self, outputs: Iterable[EngineCoreOutput], stats: StepStats | None) -> None:
+        """Pass on all news of one step."""
+        if stats is not None:
+            notify(self.on_step, stats)
+        for output in outputs:
+            output.step_stats = stats
+            self.deliver(output)
+
     def fail(self, error: Exception) -> None:
         """End every request of the stage with an error."""
         for queue in self._queues.values():
@@ -111,6 +123,16 @@ class StageClient(ABC):
         if isinstance(output, Exception):
             raise output
         return output
+
+
+def notify(listener: Callable[[T], None] | None, news: T) -> None:
+    """Tell a listener; whoever only watches must not hurt what it watches."""
+    if listener is None:
+        return
+    try:
+        listener(news)
+    except Exception:
+        logger.exception("a listener failed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,8 +225,7 @@ class EmbeddedCore:
 
     def _deliver(self, news: Mapping[int, EngineCoreOutputs]) -> None:
         for stage_id, outputs in news.items():
-            for output in outputs.outputs:
-                self.clients[stage_id].deliver(output)
+            self.clients[stage_id].deliver_step(outputs.outputs, outputs.step_stats)
         for stage_id, error in self.engine_core.dead_stages.items():
             self.clients[stage_id].fail(error)
 

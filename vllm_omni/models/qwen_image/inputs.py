@@ -77,6 +77,10 @@ class QwenImageCustomInputs(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.num_image_tokens + num_text for num_text in self.num_text_tokens)
 
     @property
+    def num_rows(self) -> int:
+        return 2 if self.do_true_cfg else 1
+
+    @property
     def output_type(self) -> str:
         if self.task == TASK_TEXT_ENCODING:
             return "hidden_states"
