@@ -19,6 +19,7 @@ import torch
 from diffusers import QwenImagePipeline
 
 from tests.drawing import MakeCheckpoint, MakeEngineCore, MakeStock
+from tests.serving import ServerProcess
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
 from vllm_omni.models.progress import progress_bars_off
@@ -91,3 +92,12 @@ def engine_core(
     yield make
     for core in made.values():
         core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The embedded model behind HTTP, with the page, as `vllm-omni serve --ui` runs it."""
+    server = ServerProcess(tmp_path_factory.mktemp("server") / "log", "demo", "--ui")
+    server.wait_until_ready()
+    yield server
+    assert server.stop() == 0

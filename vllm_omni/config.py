@@ -19,9 +19,13 @@ DEMO = "demo"  # the one model that goes by a name, not by its path
 MAX_SECONDS = 1e9  # of any time limit: more than anybody waits, and exact in a float
 
 
-def setting(default: Any, help: str) -> Any:
-    """A field with a default and the one line that `--help` and readers get."""
-    return field(default=default, metadata={"help": help})
+def setting(default: Any, help: str, group: str = "") -> Any:
+    """A field with a default and the one line that `--help` and readers get.
+
+    Args:
+        group: the heading under which `--help` lists it; empty: that of its class.
+    """
+    return field(default=default, metadata={"help": help, "group": group})
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class DiTCacheTensor:
     size: int  # bytes
 
     def __post_init__(self) -> None:
-        _check_whole("DiTCacheTensor.size", self.size, 1)
+        check_whole("DiTCacheTensor.size", self.size, 1)
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,9 @@ class DiTCacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("dit_cache_tensors", "kv_cache_groups"):
-            object.__setattr__(self, name, _check_each(name, getattr(self, name), DiTCacheTensor))
-        _check_whole("max_cache_size", self.max_cache_size, 1)
-        _check_seconds("cache_cleanup_interval", self.cache_cleanup_interval)
+            object.__setattr__(self, name, check_each(name, getattr(self, name), DiTCacheTensor))
+        check_whole("max_cache_size", self.max_cache_size, 1)
+        check_seconds("cache_cleanup_interval", self.cache_cleanup_interval)
         if self.reserved_size > self.max_cache_size:
             raise ConfigError(
                 "max_cache_size",
@@ -92,14 +96,14 @@ class DiTConfig:
     cache_config: DiTCacheConfig = field(default_factory=DiTCacheConfig)
 
     def __post_init__(self) -> None:
-        _check_choice("policy", self.policy, get_args(Policy))
-        _check_choice("dtype", self.dtype, get_args(DType))
-        _check_choice("model_type", self.model_type, ("dit",))
-        _check_is("device", self.device, str)
+        check_choice("policy", self.policy, get_args(Policy))
+        check_choice("dtype", self.dtype, get_args(DType))
+        check_choice("model_type", self.model_type, ("dit",))
+        check_is("device", self.device, str)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError("device", self.device, "one of auto, cpu, cuda, cuda:N")
-        _check_whole("stage_id", self.stage_id, 0)
-        _check_whole("worker_processes", self.worker_processes, 0)
+        check_whole("stage_id", self.stage_id, 0)
+        check_whole("worker_processes", self.worker_processes, 0)
         for name in (
             "max_num_seqs",
             "max_num_resident",
@@ -107,9 +111,9 @@ class DiTConfig:
             "ageing_steps",
             "decode_batch_size",
         ):
-            _check_whole(name, getattr(self, name), 1)
-        _check_is("load_text_encoder", self.load_text_encoder, bool)
-        _check_is("cache_config", self.cache_config, DiTCacheConfig)
+            check_whole(name, getattr(self, name), 1)
+        check_is("load_text_encoder", self.load_text_encoder, bool)
+        check_is("cache_config", self.cache_config, DiTCacheConfig)
 
 
 @dataclass(frozen=True)
@@ -126,12 +130,12 @@ class StageConfig:
     cache_config: DiTCacheConfig | None = None  # diffusion; overrides dit_config.cache_config
 
     def __post_init__(self) -> None:
-        _check_choice("engine_type", self.engine_type, get_args(EngineType))
-        _check_whole("stage_id", self.stage_id, 0)
+        check_choice("engine_type", self.engine_type, get_args(EngineType))
+        check_whole("stage_id", self.stage_id, 0)
         if not isinstance(self.model_path, str) or not self.model_path:
             raise ConfigError("model_path", self.model_path, "the path of a checkpoint, or demo")
         for name in ("input_modalities", "output_modalities"):
-            object.__setattr__(self, name, _check_each(name, getattr(self, name), str))
+            object.__setattr__(self, name, check_each(name, getattr(self, name), str))
         if self.engine_type == "ar":
             self._check_ar()
         else:
@@ -156,9 +160,9 @@ class StageConfig:
         if self.vllm_config is not None:
             raise ConfigError("vllm_config", self.vllm_config, "a diffusion stage takes dit_config")
         if self.dit_config is not None:
-            _check_is("dit_config", self.dit_config, DiTConfig)
+            check_is("dit_config", self.dit_config, DiTConfig)
         if self.cache_config is not None:
-            _check_is("cache_config", self.cache_config, DiTCacheConfig)
+            check_is("cache_config", self.cache_config, DiTCacheConfig)
 
 
 @dataclass(frozen=True)
@@ -176,38 +180,43 @@ class OmniConfig:
     stage_configs: Sequence[StageConfig] = ()
 
     def __post_init__(self) -> None:
-        _check_choice("mode", self.mode, get_args(Mode))
+        check_choice("mode", self.mode, get_args(Mode))
         if self.seed is not None:
-            _check_whole("seed", self.seed, 0)
-        stages = _check_each("stage_configs", self.stage_configs, StageConfig)
+            check_whole("seed", self.seed, 0)
+        stages = check_each("stage_configs", self.stage_configs, StageConfig)
         object.__setattr__(self, "stage_configs", stages)
         stage_ids = [stage.stage_id for stage in self.stage_configs]
         if len(set(stage_ids)) != len(stage_ids):
             raise ConfigError("stage_configs", stage_ids, "each stage_id may appear once")
 
 
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse what is none of the choices."""
     if value not in choices:
         raise ConfigError(name, value, f"one of {', '.join(choices)}")
 
 
-def _check_whole(name: str, value: object, low: int) -> None:
+def check_whole(name: str, value: object, low: int) -> None:
+    """Refuse what is no whole number from `low` on."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(name, value, f"a whole number, at least {low}")
 
 
-def _check_seconds(name: str, value: object) -> None:
+def check_seconds(name: str, value: object) -> None:
+    """Refuse what is no time limit."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value <= MAX_SECONDS:  # type: ignore[operator]
         raise ConfigError(name, value, f"a number of seconds above 0, at most {MAX_SECONDS:.0f}")
 
 
-def _check_is(name: str, value: object, kind: type) -> None:
+def check_is(name: str, value: object, kind: type) -> None:
+    """Refuse what is of another type."""
     if not isinstance(value, kind):
         raise ConfigError(name, value, f"a {kind.__name__}")
 
 
-def _check_each(name: str, values: object, kind: type[T]) -> tuple[T, ...]:
+def check_each(name: str, values: object, kind: type[T]) -> tuple[T, ...]:
+    """A list whose members all have a type, as a tuple."""
     if not isinstance(values, (list, tuple)) or not all(isinstance(v, kind) for v in values):
         raise ConfigError(name, values, f"a list of {kind.__name__}")
     return tuple(values)

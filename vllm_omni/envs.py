@@ -14,9 +14,20 @@ def set_log_level(level: str) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", level.upper())
 
 
+def api_key() -> str | None:
+    """VLLM_OMNI_API_KEY: what a client of a server that has keys sends."""
+    return os.environ.get("VLLM_OMNI_API_KEY") or None
+
+
 def cache_dir() -> Path:
     """VLLM_OMNI_CACHE: where files made at run time are kept between runs."""
     if value := os.environ.get("VLLM_OMNI_CACHE"):
         return Path(value)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "vllm-omni"
+
+
+def api_keys() -> tuple[str, ...]:
+    """VLLM_OMNI_API_KEYS: keys of the server, separated by commas; not to be seen in `ps`."""
+    keys = os.environ.get("VLLM_OMNI_API_KEYS", "").split(",")
+    return tuple(key.strip() for key in keys if key.strip())

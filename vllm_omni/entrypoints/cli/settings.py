@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from vllm_omni.errors import InvalidParameterError
 
 
 def add_settings(
@@ -14,19 +16,22 @@ def add_settings(
     config_class: type,
     leave_out: Collection[str] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    title: str = "engine settings",
 ) -> None:
-    """One `--option` for each field that has a help line.
+    """One `--option` for each field that has a help line; of a list, an option to give repeatedly.
 
     Args:
         defaults: what a command takes instead of a field's own default, to be shown.
+        title: the heading of fields that have no group of their own.
     """
-    group = parser.add_argument_group("engine settings")
+    groups: dict[str, Any] = {}
     types = get_type_hints(config_class)
     for field in fields(config_class):
         if "help" not in field.metadata or field.name in leave_out:
             continue
         kind = types[field.name]
-        options: dict[str, Any] = {"default": argparse.SUPPRESS}
+        name = field.name
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif get_origin(kind) is Literal:
@@ -34,12 +39,28 @@ def add_settings(
         elif kind in (int, float, str):
             options["type"] = kind
             options["metavar"] = kind.__name__.upper()
+        elif kind == Sequence[str]:
+            name = name.removesuffix("s")
+            options |= {"action": "append", "metavar": name.rpartition("_")[2].upper()}
         else:
             continue  # nested settings have no option of their own
         assert field.default is not MISSING
         default = defaults.get(field.name, field.default)
-        options["help"] = f"{field.metadata['help']}; default: {default}"
-        group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+        options["help"] = field.metadata["help"]
+        if default not in ("", ()):
+            options["help"] += f"; default: {default}"
+        heading = field.metadata["group"] or title
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        groups[heading].add_argument(f"--{name.replace('_', '-')}", **options)
+
+
+def parse_size(size: str) -> tuple[int, int]:
+    """Width and height of a `--size`."""
+    width, _, height = size.lower().partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise InvalidParameterError("--size", size, "width x height in pixels, such as 256x256")
+    return int(width), int(height)
 
 
 def read_settings(args: argparse.Namespace, config_class: type) -> dict[str, Any]:

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
-from vllm_omni.config import setting
+from vllm_omni.config import (
+    check_choice,
+    check_each,
+    check_is,
+    check_seconds,
+    check_whole,
+    setting,
+)
+from vllm_omni.errors import ConfigError
+from vllm_omni.params import DiffusionParams
+
+MIN_KEY_CHARS = 8
+DEFAULT_COST = 100
+DEFAULT_AREA = 16
 
 LogFormat = Literal["plain", "json"]
+
+_MAY_BE_0 = ("max_cost", "max_pixels")
+
+# Headings of --help.
+_WHERE = "where it listens"
+_WHO = "who may use it"
+_LIMITS = "how much one request may ask for"
+_TIMES = "how long things last"
+_LOGS = "what it tells"
 
 
 @dataclass(frozen=True)
@@ -16,49 +38,92 @@ class ServerConfig:
     """Where it listens, who may use it, and how much one request may ask for."""
 
     # where
-    host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(8000, "port to listen on; 0 takes a free one")
-    served_model_name: str = setting("", "name in /v1/models; the model's own when empty")
-    ui: bool = setting(False, "mount the page at /ui (needs the extra `ui`)")
+    host: str = setting("127.0.0.1", "address to listen on", _WHERE)
+    port: int = setting(8000, "port to listen on; 0 takes a free one", _WHERE)
+    served_model_name: str = setting("", "name in /v1/models; the model's own when empty", _WHERE)
+    ui: bool = setting(False, "mount the page at /ui (needs the extra `ui`)", _WHERE)
 
     # who
     api_keys: Sequence[str] = setting(
-        (), "key that clients must send; may be given several times (also VLLM_OMNI_API_KEYS)"
+        (), "key that clients must send; may be given several times (also VLLM_OMNI_API_KEYS)", _WHO
     )
     allow_no_key: bool = setting(
-        False, "listen on an address that others reach, without a key; whoever can connect may draw"
+        False,
+        "listen on an address that others reach, without a key; whoever can connect may draw",
+        _WHO,
     )
     allowed_origins: Sequence[str] = setting(
-        (), "web page origins that may call the API (CORS); may be given several times"
+        (), "web page origins that may call the API (CORS); may be given several times", _WHO
     )
     allowed_hosts: Sequence[str] = setting(
-        (), "further Host names to answer to without a key; may be given several times"
+        (), "further Host names to answer to without a key; may be given several times", _WHO
     )
 
     # how much
     max_cost: int = setting(
-        100 * 1024 * 1024 * 50, "most pixels x steps x n of one request; guidance counts twice"
+        0,
+        "most pixels x steps x n of one request, guidance counts twice; "
+        f"0: that of {DEFAULT_COST} pictures of the model's own size and steps",
+        _LIMITS,
     )
-    max_n: int = setting(10, "most pictures of one request")
-    max_num_queued: int = setting(256, "most requests at once, waiting or running; then 429")
-    max_prompt_chars: int = setting(16_384, "most characters of a prompt")
-    max_body_bytes: int = setting(16 * 2**20, "most bytes of a request's body")
-    max_header_bytes: int = setting(64 * 2**10, "most bytes of a request's headers")
-    max_input_images: int = setting(4, "most pictures in one chat")
-    max_input_pixels: int = setting(4096 * 4096, "most pixels of a picture that is sent")
-    max_tokens: int = setting(4096, "most tokens that one chat may write")
+    max_pixels: int = setting(
+        0,
+        f"most pixels of one picture; 0: {DEFAULT_AREA} times those of the model's own size",
+        _LIMITS,
+    )
+    max_n: int = setting(10, "most pictures of one request", _LIMITS)
+    max_num_queued: int = setting(
+        256, "most requests at once, waiting or running; then 429", _LIMITS
+    )
+    max_prompt_chars: int = setting(16_384, "most characters of a prompt", _LIMITS)
+    max_body_bytes: int = setting(16 * 2**20, "most bytes of a request's body", _LIMITS)
+    max_header_bytes: int = setting(64 * 2**10, "most bytes of a request's headers", _LIMITS)
+    max_input_images: int = setting(4, "most pictures in one chat", _LIMITS)
+    max_input_pixels: int = setting(4096 * 4096, "most pixels of a picture that is sent", _LIMITS)
+    max_tokens: int = setting(4096, "most tokens that one chat may write", _LIMITS)
     fetch_images: bool = setting(
-        False, "fetch pictures that are named by an address: only public ones, no redirects"
+        False,
+        "fetch pictures that are named by an address: only public ones, no redirects",
+        _LIMITS,
     )
 
     # how long
-    request_timeout: float = setting(600.0, "seconds a request may take; then 504")
-    url_ttl: float = setting(3600.0, "seconds for which a picture's url works")
-    max_files_bytes: int = setting(512 * 2**20, "most bytes of pictures kept for their urls")
-    job_ttl: float = setting(3600.0, "seconds for which a finished job is kept")
-    max_jobs: int = setting(1000, "most jobs kept, finished ones included")
-    shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM")
+    request_timeout: float = setting(600.0, "seconds a request may take; then 504", _TIMES)
+    url_ttl: float = setting(3600.0, "seconds for which a picture's url works", _TIMES)
+    max_files_bytes: int = setting(
+        512 * 2**20, "most bytes of pictures kept for their urls", _TIMES
+    )
+    job_ttl: float = setting(3600.0, "seconds for which a finished job is kept", _TIMES)
+    max_jobs: int = setting(1000, "most jobs kept, finished ones included", _TIMES)
+    shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM", _TIMES)
 
     # what it says
-    log_format: LogFormat = setting("plain", "of log lines")
-    otlp_traces_endpoint: str = setting("", "where OpenTelemetry spans go; empty: nowhere")
+    log_format: LogFormat = setting("plain", "of log lines", _LOGS)
+    otlp_traces_endpoint: str = setting("", "where OpenTelemetry spans go; empty: nowhere", _LOGS)
+
+    def __post_init__(self) -> None:
+        check_is("host", self.host, str)
+        for name in ("port", *_MAY_BE_0):
+            check_whole(name, getattr(self, name), 0)
+        if self.port > 65535:
+            raise ConfigError("port", self.port, "at most 65535")
+        for field in fields(self):
+            if field.name.startswith("max_") and field.name not in _MAY_BE_0:
+                check_whole(field.name, getattr(self, field.name), 1)
+        for name in ("request_timeout", "url_ttl", "job_ttl", "shutdown_timeout"):
+            check_seconds(name, getattr(self, name))
+        check_choice("log_format", self.log_format, get_args(LogFormat))
+        for name in ("api_keys", "allowed_origins", "allowed_hosts"):
+            object.__setattr__(self, name, check_each(name, getattr(self, name), str))
+        if any(len(key) < MIN_KEY_CHARS for key in self.api_keys):
+            raise ConfigError("api_keys", "…", f"each has at least {MIN_KEY_CHARS} characters")
+
+    def with_defaults(self, params: DiffusionParams) -> ServerConfig:
+        """With limits that suit a model, whose own parameters these are, where none were given."""
+        assert params.height and params.width and params.num_inference_steps
+        pixels = params.height * params.width
+        return replace(
+            self,
+            max_pixels=self.max_pixels or DEFAULT_AREA * pixels,
+            max_cost=self.max_cost or DEFAULT_COST * pixels * params.num_inference_steps,
+        )

@@ -1,11 +1,11 @@
 """What goes wrong, as OpenAI's error object: one place where our errors and others' become HTTP.
 
-    400  the request itself: a value, an unknown parameter, a modality the model does not have
-    401  no key, or a wrong one                 403  a Host or Origin that is not answered
-    404  no such route, model, job or picture   405  no such method
-    413  body too large                         431  headers too large
-    429  queue full, with Retry-After           503  engine down or not ready, with Retry-After
-    504  the request's time is over             500  a stage failed on this request
+400  the request itself: a value, an unknown parameter, a modality the model does not have
+401  no key, or a wrong one                 403  a Host or Origin that is not answered
+404  no such route, model, job or picture   405  no such method
+413  body too large                         431  headers too large
+429  queue full, with Retry-After           503  engine down or not ready, with Retry-After
+504  the request's time is over             500  a stage failed on this request
 """
 
 from __future__ import annotations
@@ -40,6 +40,23 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in {
+        400: "The request is not right: `param` says where.",
+        401: "No key, or a wrong one.",
+        403: "The Host or Origin is not one this server answers to.",
+        404: "No such model, job, request or picture.",
+        413: "The body is too large.",
+        429: "The queue is full; see Retry-After.",
+        431: "The headers are too large.",
+        500: "The model failed on this request.",
+        503: "The engine is not available; see Retry-After.",
+        504: "The request's own time is over.",
+    }.items()
+}
+"""What every route may answer with, for the OpenAPI document."""
+
 _MAX_SHOWN = 200  # characters of a value that is said back
 
 

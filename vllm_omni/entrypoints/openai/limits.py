@@ -25,7 +25,16 @@ def get_cost(params: DiffusionParams) -> int:
 
 
 def check_cost(params: DiffusionParams, config: ServerConfig) -> int:
-    """The cost of a request, if it may ask for as much."""
+    """The cost of a request, if it may ask for as much; the config's limits suit the model."""
+    assert params.height and params.width
+    if params.height * params.width > config.max_pixels:
+        raise APIError(
+            400,
+            f"size={params.width}x{params.height} has {params.height * params.width} pixels: "
+            f"at most {config.max_pixels}",
+            "size",
+            "size_limit_exceeded",
+        )
     if params.num_outputs_per_prompt > config.max_n:
         raise APIError(
             400, f"n={params.num_outputs_per_prompt} is too large: at most {config.max_n}", "n"
@@ -67,13 +76,21 @@ class Admission:
 
     max_num_queued: int
     tickets: dict[Ticket, None] = field(default_factory=dict)  # in order of arrival
-    _speed: float | None = None  # pixel-steps a second
+    measured_speed: float | None = None  # pixel-steps a second, over the last requests
     _busy_since: float = 0.0
     _cost_done: int = 0
 
     @contextmanager
     def admit(self, cost: int) -> Iterator[Ticket]:
         """A place for as long as the request is under way; 429 when there is none."""
+        ticket = self.enter(cost)
+        try:
+            yield ticket
+        finally:
+            self.leave(ticket)
+
+    def enter(self, cost: int) -> Ticket:
+        """A place, until `leave`; 429 when there is none."""
         if len(self.tickets) >= self.max_num_queued:
             raise APIError(
                 429,
@@ -85,10 +102,10 @@ class Admission:
             self._busy_since, self._cost_done = time.monotonic(), 0
         ticket = Ticket(cost)
         self.tickets[ticket] = None
-        try:
-            yield ticket
-        finally:
-            del self.tickets[ticket]
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        del self.tickets[ticket]
 
     def finish(self, ticket: Ticket) -> None:
         """Note that a request was answered: what it cost and how long that took says the speed."""
@@ -96,12 +113,13 @@ class Admission:
         busy = time.monotonic() - self._busy_since
         if ticket.cost and busy > 0:
             speed = self._cost_done / busy
-            self._speed = speed if self._speed is None else 0.7 * self._speed + 0.3 * speed
+            before = speed if self.measured_speed is None else self.measured_speed
+            self.measured_speed = 0.7 * before + 0.3 * speed
 
     @property
     def speed(self) -> float:
-        """Pixel-steps a second while there is work, over the last requests."""
-        return self._speed or _DEFAULT_SPEED
+        """Pixel-steps a second while there is work."""
+        return self.measured_speed or _DEFAULT_SPEED
 
     @property
     def num_waiting(self) -> int:

@@ -1,0 +1,104 @@
+"""`vllm-omni serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vllm_omni import envs
+from vllm_omni.config import DEMO, DiTConfig, OmniConfig
+from vllm_omni.entrypoints.cli.settings import add_settings, read_settings
+from vllm_omni.entrypoints.openai.config import ServerConfig
+from vllm_omni.errors import ConfigError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the `serve` command."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over HTTP, with OpenAI's API",
+        description="Serve a model over HTTP, with OpenAI's API. Ctrl-C ends it.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=DEMO,
+        help="demo or the path of a checkpoint in diffusers layout; default: %(default)s",
+    )
+    parser.add_argument(
+        "--stage-configs",
+        metavar="FILE",
+        type=Path,
+        help="YAML file of the stages to run, instead of those of the model",
+    )
+    parser.add_argument(
+        "--vllm-arg",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an engine argument of vLLM for the text stage, such as max_num_seqs=16; repeatable",
+    )
+    parser.add_argument(
+        "--seed", metavar="S", type=int, help="requests without a seed draw theirs from this one"
+    )
+    add_settings(parser, ServerConfig)
+    add_settings(
+        parser,
+        DiTConfig,
+        leave_out=("model", "model_type", "stage_id", "load_text_encoder"),
+        title="diffusion engine",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check what was given, then load and serve."""
+    settings = read_settings(args, ServerConfig)
+    settings["api_keys"] = (*settings.get("api_keys", ()), *envs.api_keys())
+    config = ServerConfig(**settings)
+    omni_config = _make_omni_config(args)
+
+    from vllm_omni.entrypoints.openai import logs
+    from vllm_omni.entrypoints.openai.server import run_server
+
+    logs.configure(config.log_format, args.log_level)
+    return asyncio.run(run_server(config, omni_config))
+
+
+def _make_omni_config(args: argparse.Namespace) -> OmniConfig:
+    from vllm_omni.engine.stages import derive_stage_configs
+    from vllm_omni.stage_file import read_stage_file
+
+    vllm_config = _read_vllm_args(args.vllm_arg)
+    dit_settings = read_settings(args, DiTConfig)
+    if args.stage_configs is not None:
+        if dit_settings:
+            raise ConfigError(
+                "stage_configs", sorted(dit_settings), "these settings belong in a stage's file"
+            )
+        stages = read_stage_file(args.stage_configs)
+    else:
+        stages = derive_stage_configs(args.model, dit_config=DiTConfig(**dit_settings))
+    return OmniConfig(
+        model=args.model,
+        mode="process",
+        seed=args.seed,
+        vllm_config=vllm_config or None,
+        stage_configs=stages,
+    )
+
+
+def _read_vllm_args(given: list[str]) -> dict[str, Any]:
+    """Names and values, the latter as YAML reads them: 16, true, 0.9, text."""
+    settings = {}
+    for item in given:
+        name, separator, value = item.partition("=")
+        if not separator or not name:
+            raise ConfigError("--vllm-arg", item, "NAME=VALUE")
+        settings[name.replace("-", "_")] = yaml.safe_load(value)
+    return settings

@@ -1,0 +1,320 @@
+"""`ImageService`: from a body to pictures, for the routes here, for jobs and for chats."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import PIL.Image
+
+from vllm_omni.engine.async_llm import OmniAsyncLLM
+from vllm_omni.entrypoints.openai.config import ServerConfig
+from vllm_omni.entrypoints.openai.encoding import ImageEncoder
+from vllm_omni.entrypoints.openai.errors import APIError
+from vllm_omni.entrypoints.openai.files import FileStore
+from vllm_omni.entrypoints.openai.limits import Admission, Ticket, check_cost, check_prompt
+from vllm_omni.entrypoints.openai.protocol import (
+    CompletedEvent,
+    Image,
+    ImageGenerationRequest,
+    ImageParameters,
+    ImagesResponse,
+    Metrics,
+    PartialImageEvent,
+    TokenDetails,
+    Usage,
+)
+from vllm_omni.errors import InvalidParameterError
+from vllm_omni.outputs import FinishReason, OmniOutput
+from vllm_omni.params import SIZE_MULTIPLE, DiffusionParams, OutputMode
+from vllm_omni.request import OmniRequest
+
+QUALITY_STEPS = {"low": 0.5, "high": 1.5, "hd": 1.5}
+"""Steps as a part of the model's own number; the other qualities are that number."""
+
+# Names in `DiffusionParams` -> names in a body, for error messages.
+_BODY_NAMES = {
+    "height": "size",
+    "width": "size",
+    "num_outputs_per_prompt": "n",
+    "deadline": "timeout",
+}
+_NO_NEGATIVE = " "  # diffusers' own choice for guidance without a negative prompt
+
+Progress = Callable[[int, int], None]
+"""Called with (steps done, steps in all)."""
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """A body that was found good: what to ask the engine for, and how to give the answer."""
+
+    request: OmniRequest
+    body: ImageParameters
+    params: DiffusionParams  # complete
+    cost: int
+    base_url: str  # of urls to pictures
+
+    @property
+    def size(self) -> str:
+        return f"{self.params.width}x{self.params.height}"
+
+    @property
+    def looks(self) -> dict[str, Any]:
+        """What answers and events say about a picture."""
+        return {
+            "size": self.size,
+            "quality": self.body.quality,
+            "background": "opaque",
+            "output_format": self.body.output_format,
+        }
+
+
+class ImageService:
+    """Draws for clients: checks, queues, generates, encodes."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        llm: OmniAsyncLLM,
+        model_name: str,
+        admission: Admission,
+        encoder: ImageEncoder,
+        files: FileStore,
+    ) -> None:
+        self.config = config
+        self.llm = llm
+        self.model_name = model_name
+        self.admission = admission
+        self.encoder = encoder
+        self.files = files
+
+    # --- what a body asks for ---
+
+    def check_model(self, model: str | None) -> None:
+        """404 for a model that is not the one served here."""
+        if model is not None and model != self.model_name:
+            message = f"no such model: {model[:200]!r}; this server has {self.model_name!r}"
+            raise APIError(404, message, "model", "model_not_found")
+
+    def make_params(self, body: ImageParameters) -> DiffusionParams:
+        """Complete parameters, within this server's limits."""
+        check_prompt("prompt", body.prompt, self.config)
+        check_prompt("negative_prompt", body.negative_prompt, self.config)
+        _check_output(body)
+        try:
+            params = self.llm.processor.complete_params(self._read_params(body))
+        except InvalidParameterError as error:
+            param = _BODY_NAMES.get(error.param, error.param)
+            raise APIError(400, str(error), param, "invalid_value") from error
+        check_cost(params, self.config)
+        return params
+
+    def make_task(self, body: ImageParameters, request_id: str, base_url: str = "") -> ImageTask:
+        """Everything that can be refused before anything is queued is refused here."""
+        self.check_model(body.model)
+        params = self.make_params(body)
+        partial_images = body.partial_images if isinstance(body, ImageGenerationRequest) else 0
+        if partial_images:
+            assert params.num_inference_steps
+            every = math.ceil(params.num_inference_steps / (partial_images + 1))
+            params = replace(params, preview_every=every)
+        request = OmniRequest(
+            prompt=body.prompt,
+            output_format="text+image" if body.rewrite_prompt else "image",
+            params=params,
+            request_id=request_id,
+        )
+        return ImageTask(request, body, params, check_cost(params, self.config), base_url)
+
+    def _read_params(self, body: ImageParameters) -> DiffusionParams:
+        steps = body.num_inference_steps
+        if steps is None and body.quality in QUALITY_STEPS:
+            default = self.llm.processor.complete_params(DiffusionParams()).num_inference_steps
+            assert default
+            steps = max(1, round(default * QUALITY_STEPS[body.quality]))
+        width, height = None, None
+        if body.size != "auto":
+            width, height = (int(side) for side in body.size.split("x"))
+        given: dict[str, Any] = {"cache": body.cache, "lora": body.lora}
+        negative = body.negative_prompt
+        if body.true_cfg_scale is not None:
+            given["true_cfg_scale"] = body.true_cfg_scale
+            if body.true_cfg_scale > 1 and negative is None:
+                negative = _NO_NEGATIVE
+        return DiffusionParams(
+            height=height,
+            width=width,
+            num_inference_steps=steps,
+            negative_prompt=negative,
+            seed=body.seed,
+            num_outputs_per_prompt=body.n,
+            output_mode=body.output_mode,
+            priority=body.priority,
+            deadline=min(body.timeout or math.inf, self.config.request_timeout),
+            **given,
+        )
+
+    # --- the way to an answer ---
+
+    async def generate(self, task: ImageTask) -> ImagesResponse:
+        """The whole answer at once."""
+        with self.admission.admit(task.cost) as ticket:
+            return await self.run(task, ticket)
+
+    async def run(
+        self, task: ImageTask, ticket: Ticket, progress: Progress | None = None
+    ) -> ImagesResponse:
+        """The whole answer to a request that has its place in the queue."""
+        async with aclosing(self._outputs(task, ticket)) as outputs:
+            async for output in outputs:
+                if progress is not None and output.num_steps:
+                    progress(output.step, output.num_steps)
+        return await self._make_response(task, output)
+
+    async def stream(
+        self, task: ImageTask
+    ) -> AsyncGenerator[PartialImageEvent | CompletedEvent, None]:
+        """Previews while they form, then the pictures."""
+        assert isinstance(task.body, ImageGenerationRequest)
+        shown = [0] * task.params.num_outputs_per_prompt  # previews, by picture
+        with self.admission.admit(task.cost) as ticket:
+            async with aclosing(self._outputs(task, ticket)) as outputs:
+                async for output in outputs:
+                    index = output.preview_index
+                    if output.preview is None or shown[index] >= task.body.partial_images:
+                        continue
+                    yield await self._make_partial(task, output, shown[index])
+                    shown[index] += 1
+            response = await self._make_response(task, output)
+        for index, image in enumerate(response.data):
+            yield CompletedEvent(
+                **image.model_dump(),
+                **task.looks,
+                image_index=index,
+                created_at=response.created,
+                usage=response.usage,
+                metrics=response.metrics,
+            )
+
+    async def _outputs(self, task: ImageTask, ticket: Ticket) -> AsyncGenerator[OmniOutput, None]:
+        async with aclosing(self.llm.generate(task.request)) as outputs:
+            async for output in outputs:
+                ticket.is_started = ticket.is_started or output.step > 0
+                yield output
+        if output.error is not None:
+            raise output.error
+        if output.finish_reason is FinishReason.ABORT:
+            raise APIError(503, "the request was aborted", code="aborted")
+        self.admission.finish(ticket)
+
+    async def _make_partial(
+        self, task: ImageTask, output: OmniOutput, index: int
+    ) -> PartialImageEvent:
+        assert output.preview is not None and task.params.width and task.params.height
+        size = (task.params.width, task.params.height)
+        body = task.body
+        data = await self.encoder.encode(
+            output.preview, body.output_format, body.output_compression, size=size
+        )
+        return PartialImageEvent(
+            b64_json=await self.encoder.to_base64(data),
+            partial_image_index=index,
+            image_index=output.preview_index,
+            step=output.step,
+            num_steps=output.num_steps,
+            created_at=int(time.time()),
+            **task.looks,
+        )
+
+    async def _make_response(self, task: ImageTask, output: OmniOutput) -> ImagesResponse:
+        prompt = output.text if task.body.rewrite_prompt else None
+        pairs = zip(output.images, output.seeds, strict=True)
+        metrics = output.metrics
+        return ImagesResponse(
+            created=int(time.time()),
+            data=[await self._make_image(task, image, seed, prompt) for image, seed in pairs],
+            usage=_make_usage(task, output),
+            metrics=Metrics(
+                num_steps=metrics.num_steps,
+                queue_time=metrics.queue_time,
+                total_time=metrics.total_time,
+            ),
+            **task.looks,
+        )
+
+    async def _make_image(
+        self, task: ImageTask, image: PIL.Image.Image, seed: int, revised_prompt: str | None
+    ) -> Image:
+        data = await self.encode(task.body, task.params, image, seed, revised_prompt)
+        made = Image(revised_prompt=revised_prompt, seed=seed)
+        if task.body.response_format == "url":
+            made.url = task.base_url + self.files.add(data, task.body.output_format)
+        else:
+            made.b64_json = await self.encoder.to_base64(data)
+        return made
+
+    async def encode(
+        self,
+        body: ImageParameters,
+        params: DiffusionParams,
+        image: PIL.Image.Image,
+        seed: int,
+        revised_prompt: str | None = None,
+    ) -> bytes:
+        """A picture as the file that was asked for; a PNG holds what makes it again."""
+        parameters: dict[str, Any] = {
+            "model": self.model_name,
+            "prompt": revised_prompt or body.prompt,
+            "size": f"{params.width}x{params.height}",
+            "num_inference_steps": params.num_inference_steps,
+            "seed": seed,
+        }
+        if params.do_true_cfg:
+            parameters["negative_prompt"] = params.negative_prompt
+            parameters["true_cfg_scale"] = params.true_cfg_scale
+        if params.output_mode is not OutputMode.PIXELS:
+            parameters["output_mode"] = params.output_mode.value
+        return await self.encoder.encode(
+            image, body.output_format, body.output_compression, parameters
+        )
+
+
+def _check_output(body: ImageParameters) -> None:
+    """Refuse combinations that no picture can be given in."""
+    if body.background == "transparent":
+        message = "background='transparent' is not supported by this model: opaque or auto"
+        raise APIError(400, message, "background", "invalid_value")
+    if body.output_mode.has_latents:
+        message = f"output_mode={body.output_mode.value!r}: over HTTP, pixels or pixels_and_mask"
+        raise APIError(400, message, "output_mode", "invalid_value")
+    if body.output_mode.has_mask and body.output_format == "jpeg":
+        message = "output_format='jpeg' cannot hold a mask: png or webp"
+        raise APIError(400, message, "output_format", "invalid_value")
+    if body.output_format == "png" and body.output_compression != 100:
+        message = (
+            f"output_compression={body.output_compression} is for jpeg and webp: png has no loss"
+        )
+        raise APIError(400, message, "output_compression", "invalid_value")
+    if isinstance(body, ImageGenerationRequest) and body.partial_images and not body.stream:
+        message = f"partial_images={body.partial_images} needs stream=true"
+        raise APIError(400, message, "partial_images", "invalid_value")
+
+
+def _make_usage(task: ImageTask, output: OmniOutput) -> Usage:
+    params = task.params
+    assert params.height and params.width
+    text_tokens = output.metrics.num_prompt_tokens
+    tokens = (params.height // SIZE_MULTIPLE) * (params.width // SIZE_MULTIPLE)
+    image_tokens = tokens * len(output.images)
+    return Usage(
+        input_tokens=text_tokens,
+        input_tokens_details=TokenDetails(text_tokens=text_tokens),
+        output_tokens=image_tokens,
+        output_tokens_details=TokenDetails(image_tokens=image_tokens),
+        total_tokens=text_tokens + image_tokens,
+    )
