@@ -22,6 +22,7 @@ FORBIDDEN_PARTS = {
     "layers": {"diffusion", "models", "entrypoints", "engine", "ar"},
     "diffusion": {"entrypoints", "engine", "ar"},
     "models": {"entrypoints", "engine", "ar"},
+    "benchmark": {"layers", "diffusion", "models", "entrypoints", "engine", "ar"},
     "": {"layers", "diffusion", "models", "entrypoints", "engine", "ar"},
 }
 

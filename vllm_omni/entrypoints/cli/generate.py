@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from vllm_omni.config import DiTConfig, Mode
-from vllm_omni.entrypoints.cli.settings import add_settings, read_settings
+from vllm_omni.entrypoints.cli.settings import add_settings, parse_size, read_settings
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.importing import fast_imports
 from vllm_omni.params import DiffusionParams
@@ -135,7 +135,7 @@ def _write(outputs: Sequence[OmniOutput], args: argparse.Namespace) -> None:
 
 
 def _params(args: argparse.Namespace) -> DiffusionParams:
-    width, height = _parse_size(args.size) if args.size is not None else (None, None)
+    width, height = parse_size(args.size) if args.size is not None else (None, None)
     return DiffusionParams(
         height=height,
         width=width,
@@ -145,13 +145,6 @@ def _params(args: argparse.Namespace) -> DiffusionParams:
         seed=args.seed,
         num_outputs_per_prompt=args.n,
     )
-
-
-def _parse_size(size: str) -> tuple[int, int]:
-    width, _, height = size.lower().partition("x")
-    if not (width.isdecimal() and height.isdecimal()):
-        raise InvalidParameterError("--size", size, "width x height in pixels, such as 256x256")
-    return int(width), int(height)
 
 
 def _paths(path: Path, num_images: int) -> Iterator[Path]:

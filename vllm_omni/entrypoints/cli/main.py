@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import vllm_omni
 from vllm_omni import envs
-from vllm_omni.entrypoints.cli import checkpoint, doctor, generate
+from vllm_omni.entrypoints.cli import bench, checkpoint, doctor, generate, serve
 from vllm_omni.errors import EngineError, OmniRequestError
 
-COMMANDS = (generate, checkpoint, doctor)
+COMMANDS = (generate, serve, bench, checkpoint, doctor)
 
 
 def run() -> None:
