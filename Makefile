@@ -10,7 +10,7 @@ CODE := $(wildcard vllm_omni tests benchmarks examples training)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: install demo test format lint types clean help
+.PHONY: install demo serve test browser format lint types clean help
 
 install: $(STAMP)  ## make .venv and install the locked packages into it
 
@@ -18,9 +18,18 @@ demo: $(STAMP)  ## draw three pictures into out/ with the embedded model
 	$(BIN)/python examples/three_pictures.py out
 	@echo 'Next: $(BIN)/vllm-omni generate "a small green circle" -o out/mine.png, or $(BIN)/vllm-omni doctor'
 
+serve: $(STAMP)  ## serve the embedded model, with the page: http://127.0.0.1:8000/ui
+	$(BIN)/vllm-omni serve --ui
+
 test: export HF_HUB_OFFLINE = 1
-test: lint types  ## check format, lint and types, then run the tests
+test: lint types browser  ## check format, lint and types, then run the tests
 	$(BIN)/pytest
+
+browser:  ## install Chromium for the tests of the page, where that is allowed
+	@command -v chromium >/dev/null || \
+		{ command -v apt-get >/dev/null && test "$$(id -u)" = 0 && apt-get -qq update && \
+		apt-get -qq install --yes --no-install-recommends chromium >/dev/null; } || \
+		echo 'No Chromium here: the tests of the page are skipped. To run them: apt-get install chromium'
 
 format: $(STAMP)  ## rewrite the code in the house format
 	$(BIN)/ruff check --fix-only --quiet .
