@@ -28,12 +28,9 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ImageParameters(Body):
-    """What generation, editing and jobs have in common."""
+class PictureParameters(Body):
+    """How to draw and how to give the picture, wherever one is asked for."""
 
-    prompt: str = Field(min_length=1, description="What to draw.")
-    model: str | None = Field(None, description="The served model, or nothing.")
-    n: StrictInt = Field(1, ge=1, le=MAX_OUTPUTS_PER_PROMPT, description="How many pictures.")
     size: str = Field(
         "auto",
         pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$",
@@ -51,11 +48,6 @@ class ImageParameters(Body):
     output_compression: StrictInt = Field(
         100, ge=0, le=100, description="Quality in percent, of jpeg and webp; png has no loss."
     )
-    response_format: ResponseFormat = Field(
-        "b64_json", description="url: served by this server for a limited time."
-    )
-    user: str | None = Field(None, max_length=256, description="Whose request it is, for the log.")
-    moderation: Literal["auto", "low"] = Field("auto", description="This server does not moderate.")
 
     # beyond OpenAI's
     negative_prompt: str | None = Field(
@@ -65,15 +57,30 @@ class ImageParameters(Body):
     true_cfg_scale: Finite | None = Field(
         None, ge=0, le=100, description="Guidance; above 1 it is on, and a step costs twice."
     )
+    priority: StrictInt = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower goes first.")
+    output_mode: OutputMode = Field(
+        OutputMode.PIXELS, description="Only pixels and pixels_and_mask can be had over HTTP."
+    )
+
+
+class ImageParameters(PictureParameters):
+    """What generation, editing and jobs have in common."""
+
+    prompt: str = Field(min_length=1, description="What to draw.")
+    model: str | None = Field(None, description="The served model, or nothing.")
+    n: StrictInt = Field(1, ge=1, le=MAX_OUTPUTS_PER_PROMPT, description="How many pictures.")
+    response_format: ResponseFormat = Field(
+        "b64_json", description="url: served by this server for a limited time."
+    )
+    user: str | None = Field(None, max_length=256, description="Whose request it is, for the log.")
+    moderation: Literal["auto", "low"] = Field("auto", description="This server does not moderate.")
+
+    # beyond OpenAI's
     seed: StrictInt | None = Field(
         None, ge=0, le=MAX_SEED, description="Picture i is drawn with seed + i; drawn if not given."
     )
-    priority: StrictInt = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower goes first.")
     timeout: Finite | None = Field(
         None, gt=0, le=1e9, description="Seconds from arrival; then 504 is the answer."
-    )
-    output_mode: OutputMode = Field(
-        OutputMode.PIXELS, description="Only pixels and pixels_and_mask can be had over HTTP."
     )
     rewrite_prompt: StrictBool = Field(
         False, description="Let the model write a fuller prompt first; it is the revised_prompt."
