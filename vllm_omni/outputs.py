@@ -72,7 +72,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_running: int = 0  # requests that workers hold when the step is over
     num_waiting: int = 0  # and those that have not started
     num_computed_steps: int = 0  # denoising steps of requests
-    num_skipped_steps: int = 0  # of those, taken by a cache
+    num_skipped_rows: int = 0  # of the rows, taken by a cache
     memory_bytes: dict[int, int] = {}  # worker -> GPU memory, or resident; told once a second
 
     @property

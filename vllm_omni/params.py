@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_omni.config import MAX_SECONDS
 from vllm_omni.errors import InvalidParameterError
+from vllm_omni.step_cache import StepCacheParams
 
 SIZE_MULTIPLE = 16
 """Pixels per side of one latent token: 8 by the VAE times 2 by the patch."""
@@ -18,7 +19,7 @@ MAX_STEPS = 1000
 MAX_OUTPUTS_PER_PROMPT = 128
 MAX_SEED = 2**63 - 1
 
-_NOT_YET = ("images", "mask", "strength", "cache", "lora")
+_NOT_YET = ("images", "mask", "strength", "lora")
 
 
 class OutputMode(StrEnum):
@@ -65,6 +66,8 @@ class DiffusionParams:
     guidance_scale: float | None = None  # for guidance-distilled models only
     sigmas: tuple[float, ...] | None = None  # unshifted noise levels, one a step, falling
     seed: int | None = None  # drawn at random, and reported, when not given
+    # Given as such, as a method's name, or as a mapping of fields; None: every step in full.
+    cache: StepCacheParams | None = None
 
     # how to schedule
     priority: int = 0  # lower goes first
@@ -74,7 +77,6 @@ class DiffusionParams:
     images: Any = None
     mask: Any = None
     strength: float | None = None
-    cache: Any = None
     lora: Any = None
 
     def __post_init__(self) -> None:
@@ -86,6 +88,7 @@ class DiffusionParams:
         for name in ("height", "width"):
             if getattr(self, name) is not None:
                 _check_side(name, getattr(self, name))
+        object.__setattr__(self, "cache", StepCacheParams.parse(self.cache))
         self._check_sampling()
         _check_int("num_outputs_per_prompt", self.num_outputs_per_prompt, 1, MAX_OUTPUTS_PER_PROMPT)
         if self.preview_every is not None:

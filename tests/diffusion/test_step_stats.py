@@ -40,7 +40,7 @@ def test_counts_of_every_step(engine_core: MakeEngineCore) -> None:
         (s.num_requests, s.num_rows, s.num_tokens, s.num_running, s.num_waiting) for s in steps
     ] == [(2, 3, both, 2, 0), (2, 3, both, 1, 0), (1, 1, plain.num_tokens, 0, 0)]
     assert [s.num_computed_steps for s in steps] == [2, 2, 1]
-    assert [s.num_skipped_steps for s in steps] == [0, 0, 0]
+    assert [s.num_skipped_rows for s in steps] == [0, 0, 0]
     assert [s.occupancy for s in steps] == pytest.approx(
         [both / MAX_NUM_BATCHED_TOKENS] * 2 + [plain.num_tokens / MAX_NUM_BATCHED_TOKENS]
     )

@@ -23,14 +23,16 @@ class _Entry:
     num_bytes: int
     last_used: float
     reserved: Tensor | None = None  # the start-up buffer it lies in, if any
+    is_optional: bool = False  # it may be evicted while its request runs
 
 
 class DiTCacheManager:
-    """Owns two kinds of entries.
+    """Owns three kinds of entries.
 
     A request's own (latents, buffers) stay until `release_cache`, or expire when nobody used them
     for `cache_cleanup_interval` seconds; those of a pinned request do not expire. Shared ones
-    (prompt embeddings) give way, least recently used first, when a request needs the room.
+    (prompt embeddings) give way, least recently used first, when a request needs the room; then a
+    request's optional ones (step caches), those of the request that used its own longest ago.
     """
 
     def __init__(
@@ -55,6 +57,12 @@ class DiTCacheManager:
     @property
     def used_bytes(self) -> int:
         return self._used
+
+    @property
+    def request_bytes(self) -> int:
+        """Of that, what requests hold of their own."""
+        entries = [entry for of_request in self._requests.values() for entry in of_request.values()]
+        return sum(entry.num_bytes for entry in entries)
 
     # --- a request's own entries ---
 
@@ -102,6 +110,20 @@ class DiTCacheManager:
             self._requests[request_id][name].tensor = held
         return held.copy_(tensor)
 
+    def try_cache_tensor(self, request_id: str, name: str, tensor: Tensor) -> bool:
+        """Like `cache_tensor`, for what a request can do without; whether there was room.
+
+        It takes no room from the optional entries of others: they would take it back.
+        """
+        held = self.get_cache(request_id, name)
+        is_new = held is None or held.nbytes != tensor.nbytes
+        if is_new and not self._has_room(tensor.nbytes):
+            self._drop(request_id, name)
+            return False
+        self.cache_tensor(request_id, name, tensor)
+        self._requests[request_id][name].is_optional = True
+        return True
+
     def cache_latents(self, request_id: str, latents: Tensor) -> Tensor:
         return self.cache_tensor(request_id, _LATENTS, latents)
 
@@ -140,17 +162,44 @@ class DiTCacheManager:
         for key in [key for key, e in self._shared.items() if e.last_used < oldest]:
             self._drop_shared(key)
 
+    def _has_room(self, size: int) -> bool:
+        """Whether something fits beside all that requests hold."""
+        shared = sum(entry.num_bytes for entry in self._shared.values())
+        return self._used - shared + size <= self.config.max_cache_size
+
     def _make_room(self, size: int) -> None:
         budget = self.config.max_cache_size
-        evictable = sum(entry.num_bytes for entry in self._shared.values())
+        evictable = sum(
+            entry.num_bytes for entries in self._evictable.values() for entry in entries.values()
+        ) + sum(entry.num_bytes for entry in self._shared.values())
         if self._used - evictable + size > budget:
             raise CacheAllocationError(
                 f"{size} bytes do not fit: {self._used - evictable} of max_cache_size={budget} "
                 f"are in use; raise that setting, or run fewer or smaller requests at once"
             )
         while self._used + size > budget:
-            self._drop_shared(next(iter(self._shared)))
+            if self._shared:
+                self._drop_shared(next(iter(self._shared)))
+            else:
+                self._evict_request(self._evictable)
             self.num_evictions += 1
+
+    @property
+    def _evictable(self) -> dict[str, dict[str, _Entry]]:
+        """The optional entries, by request and name."""
+        optional = {
+            request_id: {name: entry for name, entry in entries.items() if entry.is_optional}
+            for request_id, entries in self._requests.items()
+        }
+        return {request_id: entries for request_id, entries in optional.items() if entries}
+
+    def _evict_request(self, evictable: dict[str, dict[str, _Entry]]) -> None:
+        """Of the request that used its own longest ago, all: a part is of no use."""
+        oldest = min(
+            evictable, key=lambda id: max(entry.last_used for entry in evictable[id].values())
+        )
+        for name in evictable[oldest]:
+            self._drop(oldest, name)
 
     def _drop(self, request_id: str, name: str) -> None:
         entries = self._requests.get(request_id, {})

@@ -80,6 +80,7 @@ class DiffusionEngineCore:
             num_computed_steps=sum(
                 num_steps > 0 for num_steps in model_output.num_computed_steps.values()
             ),
+            num_skipped_rows=sum(model_output.num_skipped_rows.values()),
             memory_bytes=model_output.memory_bytes,
         )
 

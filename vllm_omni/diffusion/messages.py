@@ -80,6 +80,7 @@ class DiffusionModelRunnerOutput(msgspec.Struct, kw_only=True):
     """What one step did: each scheduled request is in `num_computed_steps` or in `errors`."""
 
     num_computed_steps: dict[str, int] = {}  # request id -> steps done so far
+    num_skipped_rows: dict[str, int] = {}  # request id -> branches that its cache took this step
     previews: dict[str, Tensor] = {}  # request id -> picture [3, h, w] uint8, where one was due
     results: dict[str, RequestResult] = {}  # request id -> tensors, once decoded
     errors: dict[str, RequestError] = {}
@@ -92,6 +93,7 @@ class DiffusionModelRunnerOutput(msgspec.Struct, kw_only=True):
     def merge(self, other: DiffusionModelRunnerOutput) -> None:
         """Add what another worker did in the same step."""
         self.num_computed_steps.update(other.num_computed_steps)
+        self.num_skipped_rows.update(other.num_skipped_rows)
         self.previews.update(other.previews)
         self.results.update(other.results)
         self.errors.update(other.errors)

@@ -98,9 +98,11 @@ class DiffusionModelRunner:
         output.previews = self._call_isolated(self.adapter.preview, due, output, stepped)
         for request_id, latents in stepped.items():
             if (state := self.states.get(request_id)) is not None:  # it has not failed
-                state.latents.copy_(latents)
-                state.num_computed_steps += 1
+                num_skipped_rows = state.num_skipped_rows
+                state.advance(latents)
                 output.num_computed_steps[request_id] = state.num_computed_steps
+                if skipped := state.num_skipped_rows - num_skipped_rows:
+                    output.num_skipped_rows[request_id] = skipped
 
     def _fail_where_not_finite(
         self, stepped: Mapping[str, Tensor], output: DiffusionModelRunnerOutput

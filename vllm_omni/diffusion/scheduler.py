@@ -47,6 +47,7 @@ class ScheduledRequest:
     arrival_time: float
     status: RequestStatus = RequestStatus.WAITING
     num_computed_steps: int = 0
+    num_skipped_rows: int = 0  # guidance branches of its steps that its cache took
     num_passed_over: int = 0  # steps it was there for and not in
     start_time: float | None = None  # when it was first scheduled
 
@@ -176,6 +177,7 @@ class DiffusionScheduler:
             if (request := self.requests.get(request_id)) is None:
                 continue  # it was aborted meanwhile
             request.num_computed_steps = num_computed_steps
+            request.num_skipped_rows += model_output.num_skipped_rows.get(request_id, 0)
             if num_computed_steps >= request.num_steps:
                 request.status = RequestStatus.DECODING
             if request_id not in model_output.results:
@@ -246,5 +248,7 @@ def _metadata(request: ScheduledRequest) -> dict[str, Any]:
     return {
         "step": request.num_computed_steps,
         "num_steps": request.num_steps,
+        "num_rows": request.num_computed_steps * request.request.custom_inputs.num_rows,
+        "num_skipped_rows": request.num_skipped_rows,
         "queue_time": request.start_time - request.arrival_time,
     }

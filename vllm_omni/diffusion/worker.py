@@ -91,6 +91,7 @@ class DiffusionWorker:
         return {
             "num_requests": len(self.model_runner.states),
             "cache_used_bytes": self.cache_manager.used_bytes,
+            "cache_request_bytes": self.cache_manager.request_bytes,
             "cache_evictions": self.cache_manager.num_evictions,
         }
 

@@ -27,6 +27,13 @@ class RequestState(Protocol):
     def preview_every(self) -> int:
         """Steps from one preview to the next; 0: none."""
 
+    @property
+    def num_skipped_rows(self) -> int:
+        """How often a guidance branch took a step by its cache."""
+
+    def advance(self, latents: Tensor) -> None:
+        """Take over the latents of a step, which counts from now on."""
+
 
 StateT = TypeVar("StateT", bound=RequestState)
 

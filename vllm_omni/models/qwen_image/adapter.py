@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from diffusers import AutoencoderKLQwenImage
@@ -20,11 +20,13 @@ from vllm_omni.diffusion.decode_manager import ParallelDecodeManager
 from vllm_omni.diffusion.messages import RequestResult
 from vllm_omni.diffusion.pipeline_manager import PipelineManager
 from vllm_omni.diffusion.sampling import estimate_final, euler_step
+from vllm_omni.diffusion.step_cache import PackedStepCache, RowCache, make_row_caches
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.models.qwen_image.inputs import TASK_TEXT_ENCODING, QwenImageCustomInputs
 from vllm_omni.models.qwen_image.transformer import (
     PackPlan,
     RowShape,
+    StepCachePlan,
     make_plan,
     packed_forward,
     project_text,
@@ -42,6 +44,7 @@ class QwenImageState:
     latents: Tensor  # [image tokens, channels] float32; hidden states for a text encoding
     branches: list[Tensor]  # projected text [tokens, D], conditional first, then unconditional
     sigmas: list[float]  # [steps + 1], float32 values
+    row_caches: list[RowCache] = field(default_factory=list)  # of each branch, if it has any
     num_computed_steps: int = 0
     row: int = -1
 
@@ -57,6 +60,16 @@ class QwenImageState:
     def is_guided(self) -> bool:
         return len(self.branches) == 2
 
+    @property
+    def num_skipped_rows(self) -> int:
+        return sum(cache.num_skipped for cache in self.row_caches)
+
+    def advance(self, latents: Tensor) -> None:
+        self.latents.copy_(latents)
+        self.num_computed_steps += 1
+        for cache in self.row_caches:
+            cache.commit()
+
     def row_shape(self, branch: int) -> RowShape:
         return RowShape(((1, *self.inputs.grid),), self.branches[branch].shape[0])
 
@@ -66,6 +79,7 @@ class PackedBatch:
     """What stays the same from step to step while the same requests run together."""
 
     states: list[QwenImageState]  # guided ones first
+    rows: list[tuple[QwenImageState, int]]  # state and branch of each row
     plan: PackPlan
     text: Tensor  # [N_txt, D]
     row_states: Tensor  # [rows] index into states of each row
@@ -100,8 +114,7 @@ class QwenImageRunnerAdapter:
             state = self.prepare(request_id, custom_inputs)
             for _ in self.block_manager.schedule_denoising_steps(0, state.num_steps):
                 [latents] = self.step([state])
-                state.latents.copy_(latents)
-                state.num_computed_steps += 1
+                state.advance(latents)
             return self.decode([state])[0]
         finally:
             self._batch = None
@@ -130,6 +143,7 @@ class QwenImageRunnerAdapter:
             sigmas=self.block_manager.get_sigmas(
                 inputs.num_inference_steps, inputs.num_image_tokens, inputs.sigmas
             ).tolist(),
+            row_caches=make_row_caches(request_id, inputs.cache, len(branches), self.cache_manager),
         )
 
     def _encode(
@@ -191,6 +205,7 @@ class QwenImageRunnerAdapter:
                 model_input,
                 batch.text,
                 timesteps[batch.row_states],
+                self._step_cache(batch),
             )
         velocity = self.block_manager.apply_classifier_free_guidance(
             velocity.float(), batch.guidance_scale
@@ -207,23 +222,41 @@ class QwenImageRunnerAdapter:
         )
         return [by_state[state] for state in states]
 
+    def _step_cache(self, batch: PackedBatch) -> StepCachePlan | None:
+        if not any(state.row_caches for state in batch.states):
+            return None
+        cache = PackedStepCache(
+            [
+                state.row_caches[branch] if state.row_caches else None
+                for state, branch in batch.rows
+            ],
+            batch.plan.image_lens,
+            [state.sigmas[state.num_computed_steps] for state, _ in batch.rows],
+        )
+
+        def plan_rows(rows: Sequence[int]) -> PackPlan:
+            return self._plan(
+                tuple(batch.rows[row][0].row_shape(batch.rows[row][1]) for row in rows)
+            )
+
+        return StepCachePlan(cache, plan_rows)
+
     def _pack(self, states: Sequence[QwenImageState]) -> PackedBatch:
         ordered = sorted(states, key=lambda state: not state.is_guided)  # stable: guided first
         if self._batch is not None and self._batch.states == ordered:
             return self._batch
         device = self.pipeline.device
         guided = [state for state in ordered if state.is_guided]
-        rows = [state.row_shape(0) for state in ordered] + [state.row_shape(1) for state in guided]
+        rows = [(state, 0) for state in ordered] + [(state, 1) for state in guided]
         token_counts = torch.tensor([state.latents.shape[0] for state in ordered])
         token_states = torch.repeat_interleave(torch.arange(len(ordered)), token_counts)
         scales = torch.tensor([state.inputs.true_cfg_scale for state in guided])
         guidance_scale = torch.repeat_interleave(scales, token_counts[: len(guided)])
         self._batch = PackedBatch(
             states=ordered,
-            plan=self._plan(tuple(rows)),
-            text=torch.cat(
-                [state.branches[0] for state in ordered] + [state.branches[1] for state in guided]
-            ),
+            rows=rows,
+            plan=self._plan(tuple(state.row_shape(branch) for state, branch in rows)),
+            text=torch.cat([state.branches[branch] for state, branch in rows]),
             row_states=torch.tensor([*range(len(ordered)), *range(len(guided))]).to(device),
             token_states=token_states.to(device),
             guidance_scale=guidance_scale.unsqueeze(1).to(device),

@@ -112,6 +112,7 @@ class QwenImageInputProcessor:
             sigmas=params.sigmas,
             output_mode=params.output_mode,
             preview_every=params.preview_every or 0,
+            cache=params.cache,
         )
 
     def tokenize(self, param: str, prompt: str) -> list[int]:

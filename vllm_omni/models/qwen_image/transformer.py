@@ -8,7 +8,7 @@ segment being one row's text tokens followed by its image tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from torch import Tensor
 
+from vllm_omni.diffusion.step_cache import PackedStepCache, Signal
 from vllm_omni.layers.attention import segment_attention
 from vllm_omni.layers.rope import apply_rope
 
@@ -47,6 +48,8 @@ class PackPlan:
     to_segments: Tensor  # [N] segment order, as indices into (text tokens, image tokens)
     from_segments: Tensor  # [N] its inverse
     segment_lens: list[int]
+    text_lens: list[int]  # of each row
+    image_lens: list[int]
 
 
 def make_plan(transformer: QwenImageTransformer2DModel, rows: Sequence[RowShape]) -> PackPlan:
@@ -70,6 +73,8 @@ def make_plan(transformer: QwenImageTransformer2DModel, rows: Sequence[RowShape]
         to_segments=to_segments.to(device),
         from_segments=torch.argsort(to_segments).to(device),
         segment_lens=[text + image for text, image in zip(text_lens, image_lens, strict=True)],
+        text_lens=text_lens,
+        image_lens=image_lens,
     )
 
 
@@ -88,6 +93,7 @@ def packed_forward(
     latents: Tensor,
     text: Tensor,
     timesteps: Tensor,
+    step_cache: StepCachePlan | None = None,
 ) -> Tensor:
     """Predicted velocity [N_img, channels].
 
@@ -95,16 +101,67 @@ def packed_forward(
         latents: [N_img, channels] of all rows.
         text: [N_txt, D] of all rows, from `project_text`.
         timesteps: [rows], from 0 to 1.
+        step_cache: lets rows leave out all blocks but the first.
     """
     image = transformer.img_in(latents)
     temb = transformer.time_text_embed(timesteps.to(image.dtype), image)  # [rows, D]
-    for block in transformer.transformer_blocks:
-        image, text = packed_block(block, plan, image, text, temb)
+    if step_cache is None:
+        for block in transformer.transformer_blocks:
+            image, text = packed_block(block, plan, image, text, temb)
+    else:
+        image = _cached_blocks(transformer, plan, image, text, temb, step_cache)
 
     norm_out = transformer.norm_out
     scale, shift = norm_out.linear(norm_out.silu(temb).to(image.dtype))[plan.image_rows].chunk(2, 1)
     velocity: Tensor = transformer.proj_out(_modulate(norm_out.norm(image), shift, scale))
     return velocity
+
+
+@dataclass(frozen=True)
+class StepCachePlan:
+    """The caches of a step's rows, and how to pack those that are to be computed."""
+
+    cache: PackedStepCache
+    plan_rows: Callable[[Sequence[int]], PackPlan]
+
+
+def _cached_blocks(
+    transformer: QwenImageTransformer2DModel,
+    plan: PackPlan,
+    image: Tensor,
+    text: Tensor,
+    temb: Tensor,
+    step_cache: StepCachePlan,
+) -> Tensor:
+    """All blocks for rows that miss, the first one for rows that hit; [N_img, D]."""
+    head, *tail = transformer.transformer_blocks
+    after_head, text_after_head = packed_block(head, plan, image, text, temb)
+    signals = {}
+    if Signal.HEAD_RESIDUAL in step_cache.cache.signals:
+        signals[Signal.HEAD_RESIDUAL] = after_head - image
+    if Signal.MODULATED_INPUT in step_cache.cache.signals:
+        shift, scale = head.img_mod(temb)[plan.image_rows].chunk(6, -1)[:2]
+        signals[Signal.MODULATED_INPUT] = _modulate(head.img_norm1(image), shift, scale)
+
+    def run_tail(rows: list[int]) -> Tensor:
+        if len(rows) == len(plan.image_lens):
+            row_plan, of_image, of_text, of_temb = plan, after_head, text_after_head, temb
+        else:
+            row_plan = step_cache.plan_rows(rows)
+            of_image = _select(after_head, plan.image_lens, rows)
+            of_text = _select(text_after_head, plan.text_lens, rows)
+            of_temb = temb[torch.tensor(rows, device=temb.device)]
+        for block in tail:
+            of_image, of_text = packed_block(block, row_plan, of_image, of_text, of_temb)
+        return of_image
+
+    return step_cache.cache.apply(signals, after_head, run_tail)
+
+
+def _select(packed: Tensor, lens: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """The tokens of some rows."""
+    by_row = packed.split(list(lens))
+    return torch.cat([by_row[row] for row in rows])
 
 
 def packed_block(

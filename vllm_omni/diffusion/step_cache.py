@@ -1,0 +1,301 @@
+"""Step caches inside a packed step: each row decides for itself, hits and misses share the step.
+
+The first block runs for all rows. A row looks at a *signal* there, and where that is near enough
+to an earlier one, the row leaves out the blocks behind it, the tail, and adds what its strategy
+makes of the tail's earlier *residuals*. The rows that are left run the tail as a sub-batch.
+All distances are fetched from the device at once: one wait a step.
+
+A step changes nothing here before `RowCache.commit`, so that it can be tried again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from vllm_omni.diffusion.cache_manager import DiTCacheManager
+from vllm_omni.step_cache import StepCacheParams
+
+
+class Signal(Enum):
+    """What a row looks at, [tokens, D] of its image."""
+
+    HEAD_RESIDUAL = auto()  # what the first block adds
+    MODULATED_INPUT = auto()  # what the first block's attention reads
+
+
+@dataclass(frozen=True)
+class StoredTail:
+    """What the tail added in a step that was taken in full."""
+
+    name: str  # of the entry in the cache manager
+    sigma: float  # noise level of that step
+
+
+class StepCacheStrategy(ABC):
+    """When to leave out the tail, and what to add instead. Knows no row and holds no tensor."""
+
+    signal = Signal.HEAD_RESIDUAL
+    is_signal_of_last_step = False  # else of the last step that was taken in full
+    num_tails = 1  # earlier residuals to keep
+
+    def __init__(self, params: StepCacheParams) -> None:
+        self.params = params
+        assert params.threshold is not None
+        self.threshold = params.threshold
+
+    @abstractmethod
+    def accumulate(self, sum_before: float, distance: float) -> float:
+        """What is compared with the threshold, from the last sum and this step's distance."""
+
+    def is_near(self, accumulated: float) -> bool:
+        return accumulated <= self.threshold if self.threshold else False
+
+    @abstractmethod
+    def predict(self, tails: Sequence[Tensor], sigmas: Sequence[float], sigma: float) -> Tensor:
+        """The residual of a tail that is left out.
+
+        Args:
+            tails: residuals of the last full steps, the latest first.
+            sigmas: noise levels of those steps.
+            sigma: noise level of this step.
+        """
+
+
+class FirstBlockStrategy(StepCacheStrategy):
+    """Near in what the first block adds; the same residual again."""
+
+    def accumulate(self, sum_before: float, distance: float) -> float:
+        return distance
+
+    def predict(self, tails: Sequence[Tensor], sigmas: Sequence[float], sigma: float) -> Tensor:
+        return tails[0]
+
+
+class TeaStrategy(FirstBlockStrategy):
+    """Differences of the modulated input from step to step, rescaled and summed up.
+
+    Both guidance branches see the same input, so they decide alike.
+    """
+
+    signal = Signal.MODULATED_INPUT
+    is_signal_of_last_step = True
+
+    def accumulate(self, sum_before: float, distance: float) -> float:
+        rescaled = 0.0
+        for coefficient in self.params.coefficients:
+            rescaled = rescaled * distance + coefficient
+        return sum_before + abs(rescaled)
+
+
+class TaylorStrategy(FirstBlockStrategy):
+    """As the first-block cache, with the residual extrapolated along the noise level."""
+
+    def __init__(self, params: StepCacheParams) -> None:
+        super().__init__(params)
+        self.num_tails = params.order + 1
+
+    def predict(self, tails: Sequence[Tensor], sigmas: Sequence[float], sigma: float) -> Tensor:
+        # Newton's form: f(s) = f0 + [f0 f1](s - s0) + [f0 f1 f2](s - s0)(s - s1).
+        divided = list(tails)
+        result, product = tails[0], 1.0
+        for order in range(1, len(tails)):
+            divided = [
+                (near - far) / (sigmas[index] - sigmas[index + order])
+                for index, (near, far) in enumerate(pairwise(divided))
+            ]
+            product *= sigma - sigmas[order - 1]
+            result = result + divided[0] * product
+        return result
+
+
+STRATEGIES: dict[str, type[StepCacheStrategy]] = {
+    "first_block": FirstBlockStrategy,
+    "tea": TeaStrategy,
+    "taylor": TaylorStrategy,
+}
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What a step will have changed once it counts."""
+
+    is_skipped: bool
+    accumulated: float
+    sigma: float
+    signal: Tensor | None  # to be kept
+    tail: Tensor | None
+
+
+@dataclass(eq=False)
+class RowCache:
+    """The cache of one row: one guidance branch of one request. Its tensors are the manager's."""
+
+    request_id: str
+    branch: int
+    strategy: StepCacheStrategy
+    manager: DiTCacheManager
+    num_steps: int = 0
+    num_skipped: int = 0
+    num_skipped_in_a_row: int = 0
+    accumulated: float = 0.0
+    tails: list[StoredTail] = field(default_factory=list)  # the latest first
+    pending: _Pending | None = None
+
+    @property
+    def previous_signal(self) -> Tensor | None:
+        """What this step's signal is compared with; None: nothing is there, or it was evicted."""
+        if not self.tails or self.manager.get_cache(self.request_id, self.tails[0].name) is None:
+            return None
+        return self.manager.get_cache(self.request_id, self._signal_name)
+
+    def get_tails(self) -> list[tuple[Tensor, float]]:
+        """The residuals that are there, with their noise levels, the latest first."""
+        found = []
+        for stored in self.tails:
+            tensor = self.manager.get_cache(self.request_id, stored.name)
+            if tensor is None:
+                break
+            found.append((tensor, stored.sigma))
+        return found
+
+    def is_skippable(self, accumulated: float) -> bool:
+        params = self.strategy.params
+        if self.num_steps < params.warmup_steps:
+            return False
+        if params.max_skips is not None and self.num_skipped_in_a_row >= params.max_skips:
+            return False
+        return self.strategy.is_near(accumulated)
+
+    def commit(self) -> None:
+        """The step counts: keep what it said."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        self.num_steps += 1
+        self.num_skipped += pending.is_skipped
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if pending.is_skipped else 0
+        self.accumulated = pending.accumulated
+        if pending.signal is not None:
+            self._keep(self._signal_name, pending.signal)
+        if pending.tail is not None:
+            self._keep_tail(pending.tail, pending.sigma)
+
+    def _keep_tail(self, tail: Tensor, sigma: float) -> None:
+        # The oldest one's buffer takes the newest residual.
+        if len(self.tails) == self.strategy.num_tails:
+            name = self.tails.pop().name
+        else:
+            name = f"step_cache.{self.branch}.tail.{len(self.tails)}"
+        if self._keep(name, tail):
+            self.tails.insert(0, StoredTail(name, sigma))
+        else:
+            self.tails.clear()
+
+    def _keep(self, name: str, tensor: Tensor) -> bool:
+        return self.manager.try_cache_tensor(self.request_id, name, tensor)
+
+    @property
+    def _signal_name(self) -> str:
+        return f"step_cache.{self.branch}.signal"
+
+
+class PackedStepCache:
+    """The caches of all rows of one packed step.
+
+    Args:
+        rows: the cache of each row; None for a row that has none.
+        lens: image tokens of each row.
+        sigmas: noise level of each row's step.
+    """
+
+    def __init__(
+        self, rows: Sequence[RowCache | None], lens: Sequence[int], sigmas: Sequence[float]
+    ) -> None:
+        self.rows = rows
+        self.lens = list(lens)
+        self.sigmas = sigmas
+
+    @property
+    def signals(self) -> set[Signal]:
+        """Those that some row looks at."""
+        return {row.strategy.signal for row in self.rows if row is not None}
+
+    def apply(
+        self,
+        signals: Mapping[Signal, Tensor],
+        head: Tensor,
+        run_tail: Callable[[list[int]], Tensor],
+    ) -> Tensor:
+        """What comes out of the last block, [N_img, D].
+
+        Args:
+            signals: of all rows, [N_img, D] each.
+            head: what comes out of the first block, [N_img, D].
+            run_tail: the rest of the blocks for these rows: [their image tokens, D].
+        """
+        by_row = {signal: tensor.split(self.lens) for signal, tensor in signals.items()}
+        sums = self._accumulate(by_row)
+        computed = [
+            index
+            for index, row in enumerate(self.rows)
+            if row is None or sums[index] is None or not row.is_skippable(sums[index])  # type: ignore[arg-type]
+        ]
+        heads = head.split(self.lens)
+        outputs = list(heads)
+        if computed:
+            of_computed = run_tail(computed).split([self.lens[index] for index in computed])
+            for index, output in zip(computed, of_computed, strict=True):
+                outputs[index] = output
+        is_computed = set(computed)
+        for index, row in enumerate(self.rows):
+            if row is None:
+                continue
+            sigma, tail = self.sigmas[index], None
+            if index in is_computed:
+                tail = outputs[index] - heads[index]
+            else:
+                residuals, levels = zip(*row.get_tails(), strict=True)
+                outputs[index] = heads[index] + row.strategy.predict(residuals, levels, sigma)
+            keeps_signal = index in is_computed or row.strategy.is_signal_of_last_step
+            row.pending = _Pending(
+                is_skipped=index not in is_computed,
+                accumulated=0.0 if index in is_computed else (sums[index] or 0.0),
+                sigma=sigma,
+                signal=by_row[row.strategy.signal][index] if keeps_signal else None,
+                tail=tail,
+            )
+        return torch.cat(outputs)
+
+    def _accumulate(self, by_row: Mapping[Signal, Sequence[Tensor]]) -> list[float | None]:
+        """What each row compares with its threshold; None where it has nothing to compare."""
+        distances: dict[int, Tensor] = {}
+        for index, row in enumerate(self.rows):
+            if row is not None and (previous := row.previous_signal) is not None:
+                signal = by_row[row.strategy.signal][index]
+                difference = (signal - previous).abs().mean()
+                distances[index] = difference / previous.abs().mean()
+        sums: list[float | None] = [None] * len(self.rows)
+        if distances:
+            values = torch.stack(list(distances.values())).tolist()  # the one wait of the step
+            for index, distance in zip(distances, values, strict=True):
+                row = self.rows[index]
+                assert row is not None
+                sums[index] = row.strategy.accumulate(row.accumulated, distance)
+        return sums
+
+
+def make_row_caches(
+    request_id: str, params: StepCacheParams | None, num_branches: int, manager: DiTCacheManager
+) -> list[RowCache]:
+    """A cache for each guidance branch of a request that asks for one."""
+    if params is None:
+        return []
+    strategy = STRATEGIES[params.method](params)
+    return [RowCache(request_id, branch, strategy, manager) for branch in range(num_branches)]
