@@ -7,6 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import vllm_omni
+from vllm_omni.apps.gradio import mount_page
 from vllm_omni.engine.async_llm import OmniAsyncLLM
 from vllm_omni.entrypoints.openai import api_images, errors, files, health, jobs, models
 from vllm_omni.entrypoints.openai.access import REQUEST_ID, AccessMiddleware
@@ -39,6 +40,7 @@ class OmniApp:
         )
         self.jobs = JobStore(self.images)
         self.api = self._make_api()
+        self.page = mount_page(self.api) if config.ui else None
         self.asgi = self._close_door()
 
     def _make_api(self) -> FastAPI:
