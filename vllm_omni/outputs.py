@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
     from vllm import CompletionOutput, RequestOutput
+
+    from vllm_omni.timeline import RequestTimeline
 else:
     # Messages name tensors without importing torch; `vllm_omni.serial` carries them.
     Tensor = Any
@@ -150,6 +152,7 @@ class OmniOutput:
     request_output: RequestOutput | None = None  # text as vLLM gives it, nothing left out
     seeds: list[int] = field(default_factory=list)
     metrics: RequestMetrics = RequestMetrics()
+    timeline: RequestTimeline | None = None  # with the last output: where the time went
 
     @property
     def outputs(self) -> list[CompletionOutput]:

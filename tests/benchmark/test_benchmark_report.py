@@ -172,7 +172,7 @@ def test_table() -> None:
         "sent late by 0 ms (P99)",
         "            1 x HTTP 429: queue full",
         "",
-        "latency in s       ok   failed     Mean      P50      P90      P95      P99      Max"
+        "latency in s       ok   failed     mean      p50      p90      p95      p99      max"
         "    alone      SLO  in time",
         "100x100/10          2        1    2.000    2.000    2.800    2.900    2.980    3.000"
         "    1.000    2.000   33.3 %",

@@ -81,19 +81,17 @@ def _draw_percentiles(axes: Axes, report: LoadReport) -> None:
         places = [index + (offset - 1.5) * width for index in range(len(rows))]
         heights = [getattr(row.latency, name) for row in rows]
         axes.bar(places, heights, width * 0.92, color=shade, label=name.upper())
-    label: str | None = "SLO"
-    for index, row in enumerate(rows):
-        if row.slo_seconds is not None:
-            ends = (index - 0.45, index + 0.45)
-            axes.plot(ends, [row.slo_seconds] * 2, color=_FAILED, lw=1.5, ls="--", label=label)
-            label = None  # once in the legend
-    axes.set_xticks(range(len(rows)), [row.name for row in rows])
+    goals = [(index, row.slo_seconds) for index, row in enumerate(rows) if row.slo_seconds]
+    if goals:
+        places, heights = [index for index, _ in goals], [seconds for _, seconds in goals]
+        axes.errorbar(places, heights, xerr=0.45, color=_FAILED, fmt="none", lw=1.6, label="SLO")
+    labels = [row.name if "/" not in row.name else f"{row.name} steps" for row in rows]
+    axes.set_xticks(range(len(rows)), [label.replace("/", "\n") for label in labels])
     axes.grid(axis="x", visible=False)
     axes.set_ylabel("seconds")
     axes.set_title("Latency")
     if rows:
-        axes.legend(ncols=5, loc="upper left", columnspacing=1.0, handlelength=1.2)
-        axes.margins(y=0.18)  # room for the legend
+        _add_legend(axes, num_columns=5, room=0.12)
 
 
 def _draw_requests(axes: Axes, outcomes: Sequence[Outcome], colours: dict[str, str]) -> None:
@@ -111,13 +109,14 @@ def _draw_requests(axes: Axes, outcomes: Sequence[Outcome], colours: dict[str, s
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
     if failed:
         ends, latencies = [o.end for o in failed], [o.latency for o in failed]
-        axes.scatter(ends, latencies, s=30, marker="x", color=_FAILED, label="failed")
+        axes.scatter(
+            ends, latencies, s=30, marker="x", color=_FAILED, label="failed", clip_on=False
+        )
     axes.set_xlabel("completed, seconds after the start")
     axes.set_ylabel("latency, seconds")
-    axes.set_ylim(bottom=0)
     axes.set_title("Every request")
     if outcomes:
-        axes.legend(ncols=len(colours) + 1, loc="lower left", bbox_to_anchor=(0, 1.08))
+        _add_legend(axes, num_columns=3, room=0.22)
 
 
 def _draw_timeline(axes: Axes, outcomes: Sequence[Outcome]) -> None:
@@ -133,10 +132,15 @@ def _draw_timeline(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     axes.step(times, completed, color=_COLOURS[0], label="completed", **options)
     axes.set_xlabel("seconds after the start")
     axes.set_ylabel("requests")
-    axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.set_title("Arrivals and completions")
-    axes.legend(loc="upper left", ncols=3)
+    _add_legend(axes, num_columns=3, room=0.15)
+
+
+def _add_legend(axes: Axes, num_columns: int, room: float) -> None:
+    """Above the data, for which the axis is made longer by a share of it."""
+    axes.set_ylim(0, axes.get_ylim()[1] * (1 + room))
+    axes.legend(loc="upper left", ncols=num_columns, columnspacing=1.2, handlelength=1.4)
 
 
 def _counts_at(times: Sequence[float], events: Sequence[float]) -> list[int]:

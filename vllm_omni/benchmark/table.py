@@ -13,7 +13,7 @@ from vllm_omni.benchmark.report import (
     Throughput,
 )
 
-_PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
+_PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")  # fields of Percentiles
 _NOTHING = "-"
 
 
@@ -90,7 +90,7 @@ def _rows(
     more_titles: Sequence[str],
     more_cells: Callable[[ClassReport], list[str]],
 ) -> list[str]:
-    cells = [[title, "ok", "failed", *(name.title() for name in _PERCENTILES), *more_titles]]
+    cells = [[title, "ok", "failed", *_PERCENTILES, *more_titles]]
     for row in classes:
         percentiles = percentiles_of(row)
         numbers = [_seconds(getattr(percentiles, name, None)) for name in _PERCENTILES]

@@ -8,7 +8,7 @@ writes the text, then it encodes what it wrote.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor, to_pil
 from vllm_omni.engine.processor import OmniProcessor, ProcessedInput
-from vllm_omni.engine.stage_client import StageClient
+from vllm_omni.engine.stage_client import StageClient, notify
+from vllm_omni.engine.timeline import TimelineRecorder
 from vllm_omni.errors import InvalidParameterError, ModalityNotSupportedError, OmniRequestError
 from vllm_omni.outputs import (
     EngineCoreOutput,
@@ -29,6 +30,7 @@ from vllm_omni.outputs import (
 )
 from vllm_omni.params import MAX_SEED, DiffusionParams, OutputMode
 from vllm_omni.request import OmniRequest, OutputKind
+from vllm_omni.timeline import RequestTimeline
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Walk:
     request: OmniRequest
     inputs: ProcessedInput
     params: DiffusionParams
+    recorder: TimelineRecorder
     is_text_shown: bool = False
     arrival_time: float = field(default_factory=time.monotonic)
     embeds: list[Tensor] = field(default_factory=list)  # of the prompt, and of the negative one
@@ -130,7 +133,14 @@ class CrossEngineCoordinator:
         self.clients = {client.stage.stage_id: client for client in clients}
         self.processor = processor
         self.output_processor = output_processor
+        # Called once for each request, however it ends, before its last output is given.
+        self.on_finished: Callable[[RequestTimeline], None] | None = None
         self._walks: dict[str, Walk] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests on their way."""
+        return len(self._walks)
 
     async def generate(self, request: OmniRequest) -> AsyncGenerator[OmniOutput, None]:
         """Everything there is to say of a request; the last output, and no other, is finished.
@@ -139,19 +149,27 @@ class CrossEngineCoordinator:
         """
         if request.request_id in self._walks:
             raise InvalidParameterError("request_id", request.request_id, "one that is not in use")
-        walk = self._start(request)
-        hops = self.plan(request, walk.inputs)
-        self._walks[request.request_id] = walk
+        recorder = TimelineRecorder(request.request_id, request.output_format)
         try:
+            walk = self._start(request, recorder)
+            hops = self.plan(request, walk.inputs)
+            self._walks[request.request_id] = walk
             for hop in hops:
                 if walk.is_aborted:
                     break
                 async with aclosing(self._take_hop(hop, walk)) as outputs:
                     async for output in outputs:
                         yield output
-            yield self._finish(walk)
+            answer = self._finish(walk)
+            answer.timeline = recorder.finish(answer)
+            notify(self.on_finished, answer.timeline)
+            yield answer
+        except BaseException as error:
+            if not recorder.is_finished:
+                notify(self.on_finished, recorder.fail(error))
+            raise
         finally:
-            del self._walks[request.request_id]
+            self._walks.pop(request.request_id, None)
 
     async def generate_image_async(self, request: OmniRequest) -> OmniOutput:
         """The answer alone."""
@@ -197,7 +215,7 @@ class CrossEngineCoordinator:
             )
         return [self.clients[stage_id] for stage_id in sorted(set(stage_ids))]
 
-    def _start(self, request: OmniRequest) -> Walk:
+    def _start(self, request: OmniRequest, recorder: TimelineRecorder) -> Walk:
         inputs = self.processor.process_input(request)
         params = request.params
         is_drawn = request.output_format.split("+")[-1] in ("image", "latents")
@@ -205,14 +223,19 @@ class CrossEngineCoordinator:
             if request.output_format == "latents":
                 params = replace(params, output_mode=OutputMode.LATENTS)
             params = self.processor.complete_params(params)
-        return Walk(request, inputs, params, is_text_shown="text" in request.output_format)
+        return Walk(
+            request, inputs, params, recorder, is_text_shown="text" in request.output_format
+        )
 
     async def _take_hop(self, hop: Hop, walk: Walk) -> AsyncGenerator[OmniOutput, None]:
         requests = self._make_requests(hop, walk)
-        walk.held = (hop.client, [request.request_id for request in requests])
+        request_ids = [request.request_id for request in requests]
+        walk.held = (hop.client, request_ids)
+        walk.recorder.begin_hop(hop.client.stage, hop.modality, request_ids)
         finals: list[EngineCoreOutput] = []
         async with aclosing(hop.client.outputs(requests, walk.expires_at)) as outputs:
             async for output in outputs:
+                walk.recorder.take(output)
                 if output.finished:
                     finals.append(output)
                 elif walk.is_aborted:  # before the stage had the request, so that it knew of none
@@ -220,6 +243,7 @@ class CrossEngineCoordinator:
                 if (news := self._process_news(hop, walk, output)) is not None:
                     yield news
         walk.held = None
+        walk.recorder.end_hop()
         if any(output.finish_reason is FinishReason.ABORT for output in finals):
             walk.is_aborted = True
         self._take_results(hop, walk, finals)
@@ -320,7 +344,10 @@ class CrossEngineCoordinator:
             answer.error = parent.error
             answer.step, answer.num_steps = parent.step, parent.num_steps
             answer.metrics = RequestMetrics(
-                num_steps=parent.step, queue_time=parent.queue_time, total_time=total_time
+                num_steps=parent.step,
+                num_prompt_tokens=sum(len(embeds) for embeds in walk.embeds),
+                queue_time=parent.queue_time,
+                total_time=total_time,
             )
         return answer
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from vllm_omni import envs
+from vllm_omni.apps.gradio import require_gradio
 from vllm_omni.config import DEMO, DiTConfig, OmniConfig
 from vllm_omni.entrypoints.cli.settings import add_settings, read_settings
 from vllm_omni.entrypoints.openai.config import ServerConfig
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(args, ServerConfig)
     settings["api_keys"] = (*settings.get("api_keys", ()), *envs.api_keys())
     config = ServerConfig(**settings)
+    if config.ui:
+        require_gradio()  # now, not when the model is loaded
     omni_config = _make_omni_config(args)
 
     from vllm_omni.entrypoints.openai import logs

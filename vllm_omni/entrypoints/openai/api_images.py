@@ -6,23 +6,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any
 
-from fastapi import APIRouter, File, Form, Request, UploadFile
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi import APIRouter, File, Form, Request, Response, UploadFile
+from pydantic import BaseModel
 
 from vllm_omni.entrypoints.openai.disconnect import run_until_disconnect
-from vllm_omni.entrypoints.openai.errors import (
-    ERROR_RESPONSES,
-    APIError,
-    to_api_error,
-)
-from vllm_omni.entrypoints.openai.images import ImageService, ImageTask
-from vllm_omni.entrypoints.openai.protocol import (
-    ErrorResponse,
-    ImageGenerationRequest,
-    ImagesResponse,
-)
-
-EVENT_STREAM = "text/event-stream"
+from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, APIError
+from vllm_omni.entrypoints.openai.event_stream import EVENT_STREAM, start_stream
+from vllm_omni.entrypoints.openai.images import ImageService, ImageTask, StepsDone
+from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, ImagesResponse
 
 
 def make_router(images: ImageService) -> APIRouter:
@@ -33,16 +24,13 @@ def make_router(images: ImageService) -> APIRouter:
         "/v1/images/generations",
         summary="Draw pictures",
         response_model=ImagesResponse,
-        response_model_exclude_none=False,
         responses={200: {"content": {EVENT_STREAM: {"schema": {"type": "string"}}}}},
     )
     async def generate(body: ImageGenerationRequest, request: Request) -> Any:
         task = images.make_task(body, request.state.request_id, get_base_url(request))
         if body.stream:
             return await start_stream(request, to_events(images, task))
-        response = await run_until_disconnect(request, images.generate(task))
-        # Not through FastAPI's own check: it would go over megabytes of base64 in the event loop.
-        return JSONResponse(response.model_dump(mode="json"))
+        return to_response(await run_until_disconnect(request, images.generate(task)))
 
     @router.post("/v1/images/edits", summary="Edit pictures", response_model=ImagesResponse)
     async def edit(
@@ -65,29 +53,19 @@ def make_router(images: ImageService) -> APIRouter:
     return router
 
 
+def to_response(answer: BaseModel, status: int = 200) -> Response:
+    """An answer that may have megabytes: FastAPI's own way would go over them several times."""
+    return Response(answer.model_dump_json(), status, media_type="application/json")
+
+
 async def to_events(images: ImageService, task: ImageTask) -> AsyncGenerator[str, None]:
-    """Server-sent events; one that goes wrong after the first ends with an `error` event."""
+    """Server-sent events, each a name and one line of JSON; steps are comments between them."""
     async with aclosing(images.stream(task)) as events:
         async for event in events:
-            yield f"event: {event.type}\ndata: {event.model_dump_json(exclude_none=True)}\n\n"
-
-
-async def start_stream(request: Request, events: AsyncGenerator[str, None]) -> StreamingResponse:
-    """Answer with a stream once its first event is there: until then an error has its status."""
-    first = await run_until_disconnect(request, anext(events))
-
-    async def with_first() -> AsyncGenerator[str, None]:
-        async with aclosing(events):
-            yield first
-            try:
-                async for event in events:
-                    yield event
-            except Exception as error:  # it is told, whatever it is: the status is sent already
-                info = to_api_error(error).info
-                yield f"event: error\ndata: {ErrorResponse(error=info).model_dump_json()}\n\n"
-
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(with_first(), media_type=EVENT_STREAM, headers=headers)
+            if isinstance(event, StepsDone):
+                yield f": step {event.step} of {event.num_steps}\n\n"
+            else:
+                yield f"event: {event.type}\ndata: {event.model_dump_json(exclude_none=True)}\n\n"
 
 
 def get_base_url(request: Request) -> str:

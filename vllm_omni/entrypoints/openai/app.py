@@ -7,9 +7,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import vllm_omni
+from vllm_omni.apps.gradio import mount_page
 from vllm_omni.engine.async_llm import OmniAsyncLLM
-from vllm_omni.entrypoints.openai import api_images, errors, files, health, jobs, models
+from vllm_omni.entrypoints.openai import api_images, chat, errors, files, health, jobs, models
 from vllm_omni.entrypoints.openai.access import REQUEST_ID, AccessMiddleware
+from vllm_omni.entrypoints.openai.chat import TextService
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.encoding import ImageEncoder
 from vllm_omni.entrypoints.openai.files import FileStore
@@ -37,8 +39,10 @@ class OmniApp:
             ImageEncoder(),
             FileStore(config.url_ttl, config.max_files_bytes),
         )
+        self.text = TextService(config, llm, self.images, model_name)
         self.jobs = JobStore(self.images)
         self.api = self._make_api()
+        self.page = mount_page(self.api) if config.ui else None
         self.asgi = self._close_door()
 
     def _make_api(self) -> FastAPI:
@@ -56,6 +60,7 @@ class OmniApp:
         api.include_router(api_images.make_router(self.images))
         api.include_router(jobs.make_router(self.jobs))
         api.include_router(files.make_router(self.images.files))
+        api.include_router(chat.make_router(self.text))
         return api
 
     def _close_door(self) -> ASGIApp:
@@ -74,4 +79,5 @@ class OmniApp:
     def shutdown(self) -> None:
         """End what nobody waits for any more."""
         self.jobs.shutdown()
+        self.text.shutdown()
         self.images.encoder.shutdown()

@@ -41,6 +41,9 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on", _WHERE)
     port: int = setting(8000, "port to listen on; 0 takes a free one", _WHERE)
     served_model_name: str = setting("", "name in /v1/models; the model's own when empty", _WHERE)
+    tool_call_parser: str = setting(
+        "hermes", "vLLM's parser of tool calls in a chat; empty: tools are refused", _WHERE
+    )
     ui: bool = setting(False, "mount the page at /ui (needs the extra `ui`)", _WHERE)
 
     # who
@@ -91,8 +94,9 @@ class ServerConfig:
     request_timeout: float = setting(600.0, "seconds a request may take; then 504", _TIMES)
     url_ttl: float = setting(3600.0, "seconds for which a picture's url works", _TIMES)
     max_files_bytes: int = setting(
-        512 * 2**20, "most bytes of pictures kept for their urls", _TIMES
+        512 * 2**20, "most bytes of pictures kept for their urls, and as many for jobs", _TIMES
     )
+    job_timeout: float = setting(86_400.0, "seconds a job may take, waiting included", _TIMES)
     job_ttl: float = setting(3600.0, "seconds for which a finished job is kept", _TIMES)
     max_jobs: int = setting(1000, "most jobs kept, finished ones included", _TIMES)
     shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM", _TIMES)
@@ -110,7 +114,7 @@ class ServerConfig:
         for field in fields(self):
             if field.name.startswith("max_") and field.name not in _MAY_BE_0:
                 check_whole(field.name, getattr(self, field.name), 1)
-        for name in ("request_timeout", "url_ttl", "job_ttl", "shutdown_timeout"):
+        for name in ("request_timeout", "url_ttl", "job_timeout", "job_ttl", "shutdown_timeout"):
             check_seconds(name, getattr(self, name))
         check_choice("log_format", self.log_format, get_args(LogFormat))
         for name in ("api_keys", "allowed_origins", "allowed_hosts"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from contextlib import suppress
 from typing import TypeVar
 
 from fastapi import Request
@@ -30,10 +29,8 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
         return task.result()
     finally:
         for one in (task, leave):
-            if not one.done():
-                one.cancel()
-                with suppress(asyncio.CancelledError):
-                    await one
+            one.cancel()
+        await asyncio.gather(task, leave, return_exceptions=True)
 
 
 async def _wait_for_leave(request: Request) -> None:

@@ -57,6 +57,9 @@ class FileStore:
         self._expire()
         return self._files.get(name)
 
+    def get_seconds_left(self, file: StoredFile) -> int:
+        return max(0, int(file.expires_at - self._clock()))
+
     def _expire(self) -> None:
         now = self._clock()
         # All live equally long, so the oldest are the first to go.
@@ -84,7 +87,7 @@ def make_router(files: FileStore) -> APIRouter:
         file = files.get(name)
         if file is None:
             raise APIError(404, "no such picture: it may have expired", "name")
-        headers = {"Cache-Control": "private, max-age=3600", "X-Content-Type-Options": "nosniff"}
+        headers = {"Cache-Control": f"private, max-age={files.get_seconds_left(file)}"}
         return Response(file.data, media_type=file.media_type, headers=headers)
 
     return router

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import PIL.Image
 
 from vllm_omni.engine.async_llm import OmniAsyncLLM
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.encoding import ImageEncoder
-from vllm_omni.entrypoints.openai.errors import APIError
+from vllm_omni.entrypoints.openai.errors import APIError, engine_down
 from vllm_omni.entrypoints.openai.files import FileStore
 from vllm_omni.entrypoints.openai.limits import Admission, Ticket, check_cost, check_prompt
 from vllm_omni.entrypoints.openai.protocol import (
     CompletedEvent,
+    DrawnQuality,
     Image,
     ImageGenerationRequest,
+    ImageJobRequest,
     ImageParameters,
     ImagesResponse,
     Metrics,
     PartialImageEvent,
+    Quality,
     TokenDetails,
     Usage,
 )
@@ -33,8 +37,16 @@ from vllm_omni.outputs import FinishReason, OmniOutput
 from vllm_omni.params import SIZE_MULTIPLE, DiffusionParams, OutputMode
 from vllm_omni.request import OmniRequest
 
-QUALITY_STEPS = {"low": 0.5, "high": 1.5, "hd": 1.5}
-"""Steps as a part of the model's own number; the other qualities are that number."""
+QUALITY_STEPS: dict[DrawnQuality, float] = {
+    "low": 0.5,
+    "medium": 1.0,
+    "high": 1.5,
+    "xhigh": 2.0,
+    "max": 3.0,
+}
+"""How many steps, times the model's own number."""
+
+_OTHER_NAMES: dict[Quality, DrawnQuality] = {"auto": "medium", "standard": "medium", "hd": "high"}
 
 # Names in `DiffusionParams` -> names in a body, for error messages.
 _BODY_NAMES = {
@@ -47,6 +59,17 @@ _NO_NEGATIVE = " "  # diffusers' own choice for guidance without a negative prom
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
+
+
+@dataclass(frozen=True)
+class StepsDone:
+    """How far a request is, over all its pictures."""
+
+    step: int
+    num_steps: int
+
+
+Event = PartialImageEvent | CompletedEvent | StepsDone
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,7 @@ class ImageTask:
         """What answers and events say about a picture."""
         return {
             "size": self.size,
-            "quality": self.body.quality,
+            "quality": get_quality(self.body),
             "background": "opaque",
             "output_format": self.body.output_format,
         }
@@ -118,10 +141,9 @@ class ImageService:
         """Everything that can be refused before anything is queued is refused here."""
         self.check_model(body.model)
         params = self.make_params(body)
-        partial_images = body.partial_images if isinstance(body, ImageGenerationRequest) else 0
-        if partial_images:
+        if isinstance(body, ImageGenerationRequest) and body.partial_images:
             assert params.num_inference_steps
-            every = math.ceil(params.num_inference_steps / (partial_images + 1))
+            every = get_preview_period(params.num_inference_steps, body.partial_images)
             params = replace(params, preview_every=every)
         request = OmniRequest(
             prompt=body.prompt,
@@ -133,10 +155,10 @@ class ImageService:
 
     def _read_params(self, body: ImageParameters) -> DiffusionParams:
         steps = body.num_inference_steps
-        if steps is None and body.quality in QUALITY_STEPS:
+        if steps is None:
             default = self.llm.processor.complete_params(DiffusionParams()).num_inference_steps
             assert default
-            steps = max(1, round(default * QUALITY_STEPS[body.quality]))
+            steps = max(1, round(default * QUALITY_STEPS[get_quality(body)]))
         width, height = None, None
         if body.size != "auto":
             width, height = (int(side) for side in body.size.split("x"))
@@ -146,6 +168,8 @@ class ImageService:
             given["true_cfg_scale"] = body.true_cfg_scale
             if body.true_cfg_scale > 1 and negative is None:
                 negative = _NO_NEGATIVE
+        is_job = isinstance(body, ImageJobRequest)
+        longest = self.config.job_timeout if is_job else self.config.request_timeout
         return DiffusionParams(
             height=height,
             width=width,
@@ -155,7 +179,7 @@ class ImageService:
             num_outputs_per_prompt=body.n,
             output_mode=body.output_mode,
             priority=body.priority,
-            deadline=min(body.timeout or math.inf, self.config.request_timeout),
+            deadline=min(body.timeout or math.inf, longest),
             **given,
         )
 
@@ -170,38 +194,55 @@ class ImageService:
         self, task: ImageTask, ticket: Ticket, progress: Progress | None = None
     ) -> ImagesResponse:
         """The whole answer to a request that has its place in the queue."""
-        async with aclosing(self._outputs(task, ticket)) as outputs:
+        async with aclosing(self.outputs(task, ticket)) as outputs:
             async for output in outputs:
                 if progress is not None and output.num_steps:
                     progress(output.step, output.num_steps)
         return await self._make_response(task, output)
 
-    async def stream(
-        self, task: ImageTask
-    ) -> AsyncGenerator[PartialImageEvent | CompletedEvent, None]:
-        """Previews while they form, then the pictures."""
+    async def stream(self, task: ImageTask) -> AsyncGenerator[Event, None]:
+        """Previews while they form, then the pictures.
+
+        They are drawn in a task of their own: a slow reader holds no place in the queue.
+        """
+        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        drawing = asyncio.create_task(self._draw(task, events))
+        drawing.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            drawing.result()  # raises what went wrong
+        finally:
+            drawing.cancel()
+            await asyncio.gather(drawing, return_exceptions=True)
+
+    async def _draw(self, task: ImageTask, events: asyncio.Queue[Event | None]) -> None:
         assert isinstance(task.body, ImageGenerationRequest)
-        shown = [0] * task.params.num_outputs_per_prompt  # previews, by picture
+        num_shown = [0] * task.params.num_outputs_per_prompt  # previews, by picture
         with self.admission.admit(task.cost) as ticket:
-            async with aclosing(self._outputs(task, ticket)) as outputs:
+            async with aclosing(self.outputs(task, ticket)) as outputs:
                 async for output in outputs:
+                    if output.step and not output.finished:
+                        events.put_nowait(StepsDone(output.step, output.num_steps))
                     index = output.preview_index
-                    if output.preview is None or shown[index] >= task.body.partial_images:
-                        continue
-                    yield await self._make_partial(task, output, shown[index])
-                    shown[index] += 1
+                    if output.preview is not None and num_shown[index] < task.body.partial_images:
+                        events.put_nowait(await self._make_partial(task, output, num_shown[index]))
+                        num_shown[index] += 1
             response = await self._make_response(task, output)
         for index, image in enumerate(response.data):
-            yield CompletedEvent(
-                **image.model_dump(),
-                **task.looks,
-                image_index=index,
-                created_at=response.created,
-                usage=response.usage,
-                metrics=response.metrics,
+            events.put_nowait(
+                CompletedEvent(
+                    **image.model_dump(),
+                    **task.looks,
+                    image_index=index,
+                    created_at=response.created,
+                    usage=response.usage,
+                    metrics=response.metrics,
+                )
             )
 
-    async def _outputs(self, task: ImageTask, ticket: Ticket) -> AsyncGenerator[OmniOutput, None]:
+    async def outputs(self, task: ImageTask, ticket: Ticket) -> AsyncGenerator[OmniOutput, None]:
+        """News of a request that has its place in the queue, then the answer, or an error."""
         async with aclosing(self.llm.generate(task.request)) as outputs:
             async for output in outputs:
                 ticket.is_started = ticket.is_started or output.step > 0
@@ -209,7 +250,7 @@ class ImageService:
         if output.error is not None:
             raise output.error
         if output.finish_reason is FinishReason.ABORT:
-            raise APIError(503, "the request was aborted", code="aborted")
+            raise engine_down()  # nobody else aborts while somebody is listening
         self.admission.finish(ticket)
 
     async def _make_partial(
@@ -234,10 +275,11 @@ class ImageService:
     async def _make_response(self, task: ImageTask, output: OmniOutput) -> ImagesResponse:
         prompt = output.text if task.body.rewrite_prompt else None
         pairs = zip(output.images, output.seeds, strict=True)
+        images = [self._make_image(task, image, seed, prompt) for image, seed in pairs]
         metrics = output.metrics
         return ImagesResponse(
             created=int(time.time()),
-            data=[await self._make_image(task, image, seed, prompt) for image, seed in pairs],
+            data=await asyncio.gather(*images),
             usage=_make_usage(task, output),
             metrics=Metrics(
                 num_steps=metrics.num_steps,
@@ -284,6 +326,16 @@ class ImageService:
         )
 
 
+def get_quality(body: ImageParameters) -> DrawnQuality:
+    """The quality that is meant."""
+    return _OTHER_NAMES.get(body.quality) or cast(DrawnQuality, body.quality)
+
+
+def get_preview_period(num_steps: int, num_previews: int) -> int:
+    """Steps from preview to preview: evenly spread, and as many as there can be."""
+    return min(math.ceil(num_steps / (num_previews + 1)), max(1, (num_steps - 1) // num_previews))
+
+
 def _check_output(body: ImageParameters) -> None:
     """Refuse combinations that no picture can be given in."""
     if body.background == "transparent":
@@ -308,13 +360,16 @@ def _check_output(body: ImageParameters) -> None:
 def _make_usage(task: ImageTask, output: OmniOutput) -> Usage:
     params = task.params
     assert params.height and params.width
-    text_tokens = output.metrics.num_prompt_tokens
     tokens = (params.height // SIZE_MULTIPLE) * (params.width // SIZE_MULTIPLE)
     image_tokens = tokens * len(output.images)
+    num_read, num_written = output.metrics.num_prompt_tokens, 0
+    if output.request_output is not None:  # a prompt that was rewritten
+        num_read += len(output.request_output.prompt_token_ids or ())
+        num_written = sum(len(completion.token_ids) for completion in output.outputs)
     return Usage(
-        input_tokens=text_tokens,
-        input_tokens_details=TokenDetails(text_tokens=text_tokens),
-        output_tokens=image_tokens,
-        output_tokens_details=TokenDetails(image_tokens=image_tokens),
-        total_tokens=text_tokens + image_tokens,
+        input_tokens=num_read,
+        input_tokens_details=TokenDetails(text_tokens=num_read),
+        output_tokens=num_written + image_tokens,
+        output_tokens_details=TokenDetails(text_tokens=num_written, image_tokens=image_tokens),
+        total_tokens=num_read + num_written + image_tokens,
     )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse
 
-from vllm_omni.entrypoints.openai.api_images import get_base_url
+from vllm_omni.entrypoints.openai.api_images import get_base_url, to_response
 from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, APIError, to_api_error
 from vllm_omni.entrypoints.openai.images import ImageService, ImageTask
+from vllm_omni.entrypoints.openai.limits import Admission, Ticket
 from vllm_omni.entrypoints.openai.protocol import (
     ErrorInfo,
     ImageJobRequest,
@@ -27,38 +28,41 @@ MAX_LISTED = 100
 _PERCENT_BEFORE_END = 99  # steps are not all: the picture is still to be decoded and written
 
 
+@dataclass(eq=False)
 class JobRecord:
     """A job on its way, and what became of it."""
 
-    def __init__(self, job_id: str, images: ImageService, task: ImageTask) -> None:
-        self.job_id = job_id
-        self.created_at = int(time.time())
-        self.completed_at: int | None = None
-        self.expires_at: float | None = None
-        self.status: JobStatus = "queued"
-        self.progress = 0
-        self.result: ImagesResponse | None = None
-        self.error: ErrorInfo | None = None
-        self._images = images
-        self._ticket = images.admission.enter(task.cost)
-        self._runner = asyncio.create_task(self._run(task))
+    job_id: str
+    ticket: Ticket
+    created_at: int
+    status: JobStatus = "queued"
+    progress: int = 0
+    completed_at: int | None = None
+    expires_at: float | None = None
+    result: ImagesResponse | None = None
+    error: ErrorInfo | None = None
+    runner: asyncio.Task[None] | None = None
 
     @property
     def is_ended(self) -> bool:
         return self.completed_at is not None
 
-    def cancel(self) -> None:
-        """End it at the next step."""
-        if not self.is_ended:
-            self._runner.cancel()
-            self._end("cancelled")
+    @property
+    def num_bytes(self) -> int:
+        """Of the pictures that it holds."""
+        images = [] if self.result is None else self.result.data
+        return sum(len(image.b64_json or "") for image in images)
 
-    def to_job(self, with_result: bool = True) -> Job:
-        admission = self._images.admission
+    def note_progress(self, step: int, num_steps: int) -> None:
+        if step and not self.is_ended:
+            self.status = "in_progress"
+            self.progress = min(_PERCENT_BEFORE_END, 100 * step // num_steps)
+
+    def to_job(self, admission: Admission, with_result: bool = True) -> Job:
         position = estimate = None
         if not self.is_ended:
-            position = admission.get_position(self._ticket)
-            estimate = round(admission.estimate(self._ticket), 1)
+            position = admission.get_position(self.ticket)
+            estimate = round(admission.estimate(self.ticket), 1)
         return Job(
             id=self.job_id,
             status=self.status,
@@ -72,91 +76,102 @@ class JobRecord:
             error=self.error,
         )
 
-    async def _run(self, task: ImageTask) -> None:
-        try:
-            self.result = await self._images.run(task, self._ticket, self._note_progress)
-        except Exception as error:  # the client is told when it asks
-            self.error = to_api_error(error).info
-            self._end("failed")
-        else:
-            self.progress = 100
-            self._end("completed")
-
-    def _note_progress(self, step: int, num_steps: int) -> None:
-        if step and not self.is_ended:
-            self.status = "in_progress"
-            self.progress = min(_PERCENT_BEFORE_END, 100 * step // num_steps)
-
-    def _end(self, status: JobStatus) -> None:
-        self._images.admission.leave(self._ticket)
-        self.status = status
-        self.completed_at = int(time.time())
-        self.expires_at = time.time() + self._images.config.job_ttl
-
 
 class JobStore:
-    """All jobs, the oldest first; finished ones are forgotten after a while."""
+    """All jobs, the oldest first. Those that have ended are forgotten after a while, or earlier
+    where their number or their pictures are too many."""
 
     def __init__(self, images: ImageService, clock: Callable[[], float] = time.time) -> None:
-        self._images = images
+        self.images = images
         self._clock = clock
         self._jobs: dict[str, JobRecord] = {}
 
     def add(self, body: ImageJobRequest, base_url: str) -> JobRecord:
         """Queue a job; refuses at once what can never run, or when there are too many."""
-        self._expire()
         job_id = f"job_{uuid.uuid4().hex}"
-        task = self._images.make_task(body, job_id, base_url)
-        if not self._make_room():
+        task = self.images.make_task(body, job_id, base_url)
+        most = self.images.config.max_jobs
+        if sum(not job.is_ended for job in self._jobs.values()) >= most:
             raise APIError(
                 429,
-                f"too many jobs: {self._images.config.max_jobs} are under way",
+                f"too many jobs: {most} are under way",
                 code="queue_full",
-                headers={"Retry-After": str(self._images.admission.retry_after)},
+                headers={"Retry-After": str(self.images.admission.retry_after)},
             )
-        job = self._jobs[job_id] = JobRecord(job_id, self._images, task)
+        ticket = self.images.admission.enter(task.cost)
+        job = self._jobs[job_id] = JobRecord(job_id, ticket, int(self._clock()))
+        job.runner = asyncio.create_task(self._run(job, task))
+        self._tidy()
         return job
 
     def get(self, job_id: str) -> JobRecord:
-        self._expire()
+        self._tidy()
         if job_id not in self._jobs:
             raise APIError(404, "no such job: it may have expired", "job_id", "job_not_found")
         return self._jobs[job_id]
 
-    def forget(self, job_id: str) -> None:
-        del self._jobs[job_id]
+    def list(self) -> list[JobRecord]:
+        self._tidy()
+        return list(self._jobs.values())
 
-    def list(self) -> Iterator[JobRecord]:
-        self._expire()
-        return iter(self._jobs.values())
+    def delete(self, job_id: str) -> JobRecord:
+        """End a job at the next step, or forget one that has ended."""
+        job = self.get(job_id)
+        if job.is_ended:
+            del self._jobs[job_id]
+        else:
+            self._cancel(job)
+        return job
 
     def shutdown(self) -> None:
         for job in self._jobs.values():
-            job.cancel()
+            if not job.is_ended:
+                self._cancel(job)
 
-    def _expire(self) -> None:
+    async def _run(self, job: JobRecord, task: ImageTask) -> None:
+        try:
+            job.result = await self.images.run(task, job.ticket, job.note_progress)
+        except Exception as error:  # the client is told when it asks
+            job.error = to_api_error(error).info
+            self._end(job, "failed")
+        else:
+            job.progress = 100
+            self._end(job, "completed")
+
+    def _cancel(self, job: JobRecord) -> None:
+        assert job.runner is not None
+        job.runner.cancel()
+        self._end(job, "cancelled")
+
+    def _end(self, job: JobRecord, status: JobStatus) -> None:
+        self.images.admission.leave(job.ticket)
         now = self._clock()
-        for job_id, job in list(self._jobs.items()):
-            if job.expires_at is not None and job.expires_at <= now:
-                del self._jobs[job_id]
+        job.status, job.completed_at = status, int(now)
+        job.expires_at = now + self.images.config.job_ttl
+        self._tidy()
 
-    def _make_room(self) -> bool:
-        """Whether there is room for one more; the oldest that has ended gives way."""
-        if len(self._jobs) < self._images.config.max_jobs:
-            return True
-        ended = next((id for id, job in self._jobs.items() if job.is_ended), None)
-        if ended is not None:
-            del self._jobs[ended]
-        return ended is not None
+    def _tidy(self) -> None:
+        """Forget what has expired; then, while there is too much, whatever ended first."""
+        now, config = self._clock(), self.images.config
+        ended = [job for job in self._jobs.values() if job.expires_at is not None]
+        ended.sort(key=lambda job: job.expires_at or 0.0)
+        num_bytes = sum(job.num_bytes for job in ended)
+        for job in ended:
+            is_too_much = len(self._jobs) > config.max_jobs or num_bytes > config.max_files_bytes
+            if (job.expires_at or 0.0) > now and not is_too_much:
+                break
+            del self._jobs[job.job_id]
+            num_bytes -= job.num_bytes
 
 
 def make_router(jobs: JobStore) -> APIRouter:
     """The routes under /v1/images/jobs."""
     router = APIRouter(prefix="/v1/images/jobs", tags=["jobs"], responses=ERROR_RESPONSES)
+    admission = jobs.images.admission
 
     @router.post("", status_code=202, summary="Queue a job", response_model=Job)
     async def create(body: ImageJobRequest, request: Request) -> Any:
-        return jobs.add(body, get_base_url(request)).to_job()
+        return jobs.add(body, get_base_url(request)).to_job(admission)
 
     @router.get("", summary="List jobs, without their pictures", response_model=JobList)
     async def list_jobs(
@@ -164,7 +179,7 @@ def make_router(jobs: JobStore) -> APIRouter:
         after: Annotated[str | None, Query(max_length=64)] = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> Any:
-        records = list(jobs.list())
+        records = jobs.list()
         if order == "desc":
             records.reverse()
         if after is not None:
@@ -172,22 +187,17 @@ def make_router(jobs: JobStore) -> APIRouter:
             if after not in ids:
                 raise APIError(400, f"after={after!r} is not a job here", "after")
             records = records[ids.index(after) + 1 :]
-        page = [record.to_job(with_result=False) for record in records[:limit]]
+        page = [record.to_job(admission, with_result=False) for record in records[:limit]]
         return JobList(data=page, has_more=len(records) > limit)
 
     @router.get("/{job_id}", summary="How a job is doing, and its pictures", response_model=Job)
     async def get(job_id: str) -> Any:
-        # Not through FastAPI's own check: it would go over megabytes of base64.
-        return JSONResponse(jobs.get(job_id).to_job().model_dump(mode="json"))
+        return to_response(jobs.get(job_id).to_job(admission))
 
     @router.delete(
         "/{job_id}", summary="Cancel a job, or forget a finished one", response_model=Job
     )
     async def delete(job_id: str) -> Any:
-        job = jobs.get(job_id)
-        if job.is_ended:
-            jobs.forget(job_id)
-        job.cancel()
-        return job.to_job(with_result=False)
+        return jobs.delete(job_id).to_job(admission, with_result=False)
 
     return router

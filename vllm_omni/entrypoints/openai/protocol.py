@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from vllm_omni.params import MAX_OUTPUTS_PER_PROMPT, MAX_SEED, MAX_SIDE, MAX_STEPS, OutputMode
 
 OutputFormat = Literal["png", "jpeg", "webp"]
-Quality = Literal["auto", "low", "medium", "high", "standard", "hd"]
+Quality = Literal["auto", "low", "medium", "high", "xhigh", "max", "standard", "hd"]
+DrawnQuality = Literal["low", "medium", "high", "xhigh", "max"]
 Background = Literal["auto", "opaque", "transparent"]
 ResponseFormat = Literal["b64_json", "url"]
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
@@ -22,10 +23,33 @@ MAX_PARTIAL_IMAGES = 3
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Body(BaseModel):
-    """Of a request: an unknown parameter is an error that names it."""
+def _allow_nulls(schema: dict[str, Any]) -> None:
+    """Say in the OpenAPI document what `Body` does."""
+    for name, value in schema.get("properties", {}).items():
+        choices = value.get("anyOf", [value])
+        if name not in schema.get("required", ()) and {"type": "null"} not in choices:
+            notes = {key: value.pop(key) for key in ("default", "description") if key in value}
+            schema["properties"][name] = {"anyOf": [value, {"type": "null"}], **notes}
 
-    model_config = ConfigDict(extra="forbid")
+
+class Body(BaseModel):
+    """Of a request: an unknown parameter is an error that names it.
+
+    A parameter that is null was not given: OpenAI's clients send it so.
+    """
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_allow_nulls)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None or name not in cls.model_fields
+        }
 
 
 class PictureParameters(Body):
@@ -39,8 +63,9 @@ class PictureParameters(Body):
     quality: Quality = Field(
         "auto",
         description=(
-            "How many steps: low is half of the model's own number; medium, standard and auto are "
-            "that number; high and hd one and a half of it. num_inference_steps goes before it."
+            "How many steps: auto, standard and medium are the model's own number; low is half of "
+            "it, high and hd 1.5 times, xhigh 2 times, max 3 times. num_inference_steps goes "
+            "before it."
         ),
     )
     background: Background = Field("auto", description="transparent is refused: no model can yet.")
@@ -72,7 +97,10 @@ class ImageParameters(PictureParameters):
     response_format: ResponseFormat = Field(
         "b64_json", description="url: served by this server for a limited time."
     )
-    user: str | None = Field(None, max_length=256, description="Whose request it is, for the log.")
+    user: str | None = Field(None, max_length=256, description="Not used by this server.")
+    safety_identifier: str | None = Field(
+        None, max_length=256, description="Not used by this server."
+    )
     moderation: Literal["auto", "low"] = Field("auto", description="This server does not moderate.")
 
     # beyond OpenAI's
@@ -115,7 +143,7 @@ class TokenDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens that the engines saw: those of the prompts, and those of the pictures' latents."""
+    """Tokens of the prompts, and those of what was made: pictures' latents, a rewritten prompt."""
 
     input_tokens: int
     input_tokens_details: TokenDetails
@@ -136,7 +164,7 @@ class ImagesResponse(BaseModel):
     created: int
     background: Background
     output_format: OutputFormat
-    quality: Quality
+    quality: DrawnQuality
     size: str
     data: list[Image]
     usage: Usage
@@ -154,13 +182,13 @@ class PartialImageEvent(BaseModel):
     num_steps: int
     created_at: int
     size: str
-    quality: Quality
+    quality: DrawnQuality
     background: Background
     output_format: OutputFormat
 
 
 class CompletedEvent(BaseModel):
-    """One picture, done."""
+    """One picture, done; `usage` and `metrics` are those of the whole request."""
 
     type: Literal["image_generation.completed"] = "image_generation.completed"
     b64_json: str | None = None
@@ -170,7 +198,7 @@ class CompletedEvent(BaseModel):
     revised_prompt: str | None = None
     created_at: int
     size: str
-    quality: Quality
+    quality: DrawnQuality
     background: Background
     output_format: OutputFormat
     usage: Usage

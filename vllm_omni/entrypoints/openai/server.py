@@ -95,6 +95,16 @@ class _Server(uvicorn.Server):
             timeout_graceful_shutdown=round(app.config.shutdown_timeout),
         )
         super().__init__(config)
+        self.page = app.page
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let go of the page's visitors while requests end: each tab holds a connection open."""
+        stopping = asyncio.ensure_future(self.page.stop() if self.page else asyncio.sleep(0))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            stopping.cancel()
+            await asyncio.gather(stopping, return_exceptions=True)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""Programs that use the server as its clients do: over HTTP, and without the engine."""

@@ -1,0 +1,62 @@
+"""`EventStream`: server-sent events, of which none are made for a client that has left."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from vllm_omni.entrypoints.openai.disconnect import run_until_disconnect
+from vllm_omni.entrypoints.openai.errors import to_api_error
+from vllm_omni.entrypoints.openai.protocol import ErrorResponse
+
+EVENT_STREAM = "text/event-stream"
+
+
+class EventStream(StreamingResponse):
+    """An answer of events; what goes wrong on the way is the last of them.
+
+    Args:
+        first: the first event, already made.
+        events: those that follow; closed when the answer is out, or the client has left.
+        error_event: the name of an event that tells an error; None: it has none.
+    """
+
+    media_type = EVENT_STREAM
+
+    def __init__(
+        self, first: str, events: AsyncGenerator[str, None], error_event: str | None
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        self._events = events
+        self._body = _tell_errors(first, events, error_event)
+        super().__init__(self._body, headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette would leave generators that are not at their end to the garbage collector.
+        async with aclosing(self._events), aclosing(self._body):
+            await super().__call__(scope, receive, send)
+
+
+async def start_stream(
+    request: Request, events: AsyncGenerator[str, None], error_event: str | None = "error"
+) -> EventStream:
+    """Answer with a stream once its first event is there: until then an error has its status."""
+    first = await run_until_disconnect(request, anext(events))
+    return EventStream(first, events, error_event)
+
+
+async def _tell_errors(
+    first: str, events: AsyncGenerator[str, None], error_event: str | None
+) -> AsyncGenerator[str, None]:
+    yield first
+    try:
+        async for event in events:
+            yield event
+    except Exception as error:  # it is told, whatever it is: the status is sent already
+        name = "" if error_event is None else f"event: {error_event}\n"
+        told = ErrorResponse(error=to_api_error(error).info)
+        yield f"{name}data: {told.model_dump_json()}\n\n"
