@@ -176,10 +176,14 @@ class OmniConfig:
     seed: int | None = setting(
         None, "requests without a seed draw theirs from this one, so that a run can be repeated"
     )
+    prompt_cache_bytes: int = setting(
+        128 * 2**20, "most bytes of hidden states kept of earlier prompts; 0: none are kept"
+    )
     vllm_config: Any = None
     stage_configs: Sequence[StageConfig] = ()
 
     def __post_init__(self) -> None:
+        check_whole("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         check_choice("mode", self.mode, get_args(Mode))
         if self.seed is not None:
             check_whole("seed", self.seed, 0)

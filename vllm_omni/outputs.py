@@ -119,6 +119,8 @@ class RequestMetrics:
     """What a request took; times in seconds."""
 
     num_steps: int = 0
+    num_rows: int = 0  # of these steps, one for each guidance branch
+    num_skipped_rows: int = 0  # of the rows, taken by the step cache
     num_prompt_tokens: int = 0  # that condition the picture, over both prompts
     queue_time: float = 0.0  # arrival to the first step
     total_time: float = 0.0  # arrival to the final output

@@ -42,7 +42,7 @@ class OmniAsyncLLM:
         self.processor = OmniProcessor(self.stage_configs[-1].model_path)
         self.output_processor = MultimodalOutputProcessor()
         self.coordinator = CrossEngineCoordinator(
-            self.clients, self.processor, self.output_processor
+            self.clients, self.processor, self.output_processor, config.prompt_cache_bytes
         )
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._is_shut_down = False

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor, to_pil
 from vllm_omni.engine.processor import OmniProcessor, ProcessedInput
+from vllm_omni.engine.prompt_cache import PromptCache
 from vllm_omni.engine.stage_client import StageClient, notify
 from vllm_omni.engine.timeline import TimelineRecorder
 from vllm_omni.errors import InvalidParameterError, ModalityNotSupportedError, OmniRequestError
@@ -99,6 +100,10 @@ class ParentRequest:
     def step(self) -> int:
         return sum(self._steps.values())
 
+    def count(self, name: str) -> int:
+        """A number of all children that have ended, summed up."""
+        return sum(output.output_metadata.get(name, 0) for output in self._finals.values())
+
     @property
     def num_steps(self) -> int:
         return sum(params.num_inference_steps or 0 for params in self.child_params.values())
@@ -129,10 +134,12 @@ class CrossEngineCoordinator:
         clients: Sequence[StageClient],
         processor: OmniProcessor,
         output_processor: MultimodalOutputProcessor,
+        prompt_cache_bytes: int = 0,
     ) -> None:
         self.clients = {client.stage.stage_id: client for client in clients}
         self.processor = processor
         self.output_processor = output_processor
+        self.prompt_cache = PromptCache(prompt_cache_bytes)
         # Called once for each request, however it ends, before its last output is given.
         self.on_finished: Callable[[RequestTimeline], None] | None = None
         self._walks: dict[str, Walk] = {}
@@ -233,7 +240,7 @@ class CrossEngineCoordinator:
         walk.held = (hop.client, request_ids)
         walk.recorder.begin_hop(hop.client.stage, hop.modality, request_ids)
         finals: list[EngineCoreOutput] = []
-        async with aclosing(hop.client.outputs(requests, walk.expires_at)) as outputs:
+        async with aclosing(self._get_outputs(hop, requests, walk.expires_at)) as outputs:
             async for output in outputs:
                 walk.recorder.take(output)
                 if output.finished:
@@ -247,6 +254,13 @@ class CrossEngineCoordinator:
         if any(output.finish_reason is FinishReason.ABORT for output in finals):
             walk.is_aborted = True
         self._take_results(hop, walk, finals)
+
+    def _get_outputs(
+        self, hop: Hop, requests: Sequence[Any], expires_at: float | None
+    ) -> AsyncGenerator[EngineCoreOutput, None]:
+        if hop.modality == "hidden_states" and hop.client.stage.engine_type == "ar":
+            return self.prompt_cache.outputs(hop.client, requests, expires_at)
+        return hop.client.outputs(requests, expires_at)
 
     def _make_requests(self, hop: Hop, walk: Walk) -> list[Any]:
         request, processor = walk.request, self.processor
@@ -346,6 +360,8 @@ class CrossEngineCoordinator:
             answer.metrics = RequestMetrics(
                 num_steps=parent.step,
                 num_prompt_tokens=sum(len(embeds) for embeds in walk.embeds),
+                num_rows=parent.count("num_rows"),
+                num_skipped_rows=parent.count("num_skipped_rows"),
                 queue_time=parent.queue_time,
                 total_time=total_time,
             )
