@@ -222,7 +222,7 @@ def make_config(args: argparse.Namespace) -> ServeBenchConfig:
     return ServeBenchConfig(
         url=_parse_url(args.url),
         mix=_make_mix(args),
-        mix_name=args.size or args.mix or DEFAULT_MIX,
+        mix_name=args.size or f"mix {args.mix or DEFAULT_MIX}",
         num_requests=args.num_requests,
         request_rate=args.request_rate,
         concurrency=args.concurrency,
