@@ -32,7 +32,7 @@ class Server:
 
 
 def test_open_loop_does_not_wait_for_answers() -> None:
-    server = Server(seconds=0.3)
+    server = Server(seconds=1.0)
     load = Load(server.draw)
     arrivals = [0.0, 0.02, 0.04, 0.06, 0.08, 0.1]
     asyncio.run(load.run_open_loop(REQUESTS, arrivals))
@@ -40,7 +40,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
     assert sorted(outcome.arrival for outcome in load.outcomes) == arrivals
     for outcome in load.outcomes:
         assert outcome.sent >= outcome.arrival - 0.001
-        assert outcome.end >= outcome.sent + 0.299
+        assert outcome.end >= outcome.sent + 0.999
 
 
 def test_latency_counts_from_the_intended_time() -> None:
@@ -66,7 +66,8 @@ def test_closed_loop_keeps_the_concurrency() -> None:
     assert server.most == 2
     assert sorted(outcome.request.index for outcome in load.outcomes) == list(range(6))
     assert max(outcome.end for outcome in load.outcomes) >= 0.059  # three after another
-    assert max(outcome.latency for outcome in load.outcomes) < 0.5  # not from the load's start
+    arrivals = sorted(outcome.arrival for outcome in load.outcomes)
+    assert arrivals[2] >= 0.019  # when the first answer came
 
 
 def test_outcomes_have_images_previews_and_failures() -> None:
@@ -83,11 +84,15 @@ def test_outcomes_have_images_previews_and_failures() -> None:
 
 
 def test_a_load_that_is_cut_short_keeps_what_has_ended() -> None:
-    load = Load(Server(seconds=0.2).draw)
+    async def draw(request: PictureRequest) -> Answer:
+        await asyncio.sleep(0 if request.index < 2 else 600)
+        return Answer(num_images=1)
+
+    load = Load(draw)
 
     async def cut() -> None:
-        async with asyncio.timeout(0.3):
-            await load.run_open_loop(REQUESTS, [0.0, 0.0, 0.2, 0.2, 5.0, 5.0])
+        async with asyncio.timeout(1.0):
+            await load.run_open_loop(REQUESTS, [0.0, 0.0, 0.05, 0.05, 600.0, 600.0])
 
     with pytest.raises(TimeoutError):
         asyncio.run(cut())

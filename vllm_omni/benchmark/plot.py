@@ -114,6 +114,7 @@ def _draw_requests(axes: Axes, outcomes: Sequence[Outcome], colours: dict[str, s
         )
     axes.set_xlabel("completed, seconds after the start")
     axes.set_ylabel("latency, seconds")
+    axes.set_xlim(left=0)
     axes.set_title("Every request")
     if outcomes:
         _add_legend(axes, num_columns=3, room=0.22)

@@ -32,7 +32,7 @@ class ServeBenchConfig:
 
     url: str
     mix: Sequence[PictureClass]
-    mix_name: str
+    mix_name: str  # in titles
     num_requests: int
     request_rate: float | None = None  # per second, open loop; may be infinite
     concurrency: int | None = None  # closed loop; exactly one of the two is set
@@ -135,7 +135,7 @@ class ServeBench:
         config = self.config
         return (
             f"{config.url}, model {self.model or 'not named'}: {config.num_requests} requests, "
-            f"{config.load_name}, mix {config.mix_name}"
+            f"{config.load_name}, {config.mix_name}"
         )
 
     def to_json(self, command: str) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def _describe(mix: Sequence[PictureClass]) -> str:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Measure and report."""
+    """Measure and report; Ctrl-C ends the measuring, not the reporting."""
     config = make_config(args)
     api_key = read_api_key(args.api_key_file)
     for path in (args.json, args.plot):
@@ -178,7 +178,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         check_plot(args.plot)
-    exit_code = 0
+    is_interrupted = False
     with tqdm(total=config.num_requests, unit="request", disable=None, leave=False) as bar:
         bench = ServeBench(config, api_key, on_outcome=bar.update)
         try:
@@ -187,8 +187,12 @@ def run_serve(args: argparse.Namespace) -> int:
             print(f"error: {config.url}: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
-            exit_code = 130
-    return _report(bench, args) or exit_code
+            is_interrupted = True
+    if is_interrupted and not bench.outcomes:
+        print("error: stopped before the first answer", file=sys.stderr)
+        return 130
+    exit_code = _report(bench, args)
+    return 130 if is_interrupted else exit_code
 
 
 def _report(bench: ServeBench, args: argparse.Namespace) -> int:
@@ -222,7 +226,7 @@ def make_config(args: argparse.Namespace) -> ServeBenchConfig:
     return ServeBenchConfig(
         url=_parse_url(args.url),
         mix=_make_mix(args),
-        mix_name=args.size or args.mix or DEFAULT_MIX,
+        mix_name=args.size or f"mix {args.mix or DEFAULT_MIX}",
         num_requests=args.num_requests,
         request_rate=args.request_rate,
         concurrency=args.concurrency,
