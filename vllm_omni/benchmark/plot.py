@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 FILE_SUFFIXES = (".png", ".svg", ".pdf")
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _FAILED = "#C1121F"
 _INK, _GRID = "#333333", "#E5E5E5"
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -56,14 +56,14 @@ def write_plot(path: Path, title: str, report: LoadReport, outcomes: Sequence[Ou
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 7.5), dpi=120)  # not pyplot: no display, no global state
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         axes = figure.subplot_mosaic(
             [["percentiles", "requests"], ["timeline", "timeline"]], height_ratios=(1.15, 1)
         )
         colours = {
-            row.name: _COLOURS[index % len(_COLOURS)]
+            row.name: COLOURS[index % len(COLOURS)]
             for index, row in enumerate(row for row in report.classes if row.name != ALL)
         }
         _draw_percentiles(axes["percentiles"], report)
@@ -129,8 +129,8 @@ def _draw_timeline(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     axes.fill_between(
         times, completed, arrived, step="post", color="#9ECAE1", alpha=0.35, label="in flight"
     )
-    axes.step(times, arrived, color=_COLOURS[1], label="arrived", **options)
-    axes.step(times, completed, color=_COLOURS[0], label="completed", **options)
+    axes.step(times, arrived, color=COLOURS[1], label="arrived", **options)
+    axes.step(times, completed, color=COLOURS[0], label="completed", **options)
     axes.set_xlabel("seconds after the start")
     axes.set_ylabel("requests")
     axes.set_xlim(left=0)

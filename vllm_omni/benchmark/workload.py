@@ -63,7 +63,7 @@ PROMPTS = tuple(
         ("small", "large"),
         ("red", "blue", "green", "yellow", "orange", "purple"),
         ("circle", "square", "triangle", "star"),
-        ("white", "black", "grey"),
+        ("white", "black", "gray"),
     )
 )
 """What is drawn when the user has no prompts of their own."""

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from vllm_omni import envs
 from vllm_omni.benchmark.workload import MIXES, PROMPTS, PictureClass
+from vllm_omni.entrypoints.cli import bench_cache
 from vllm_omni.entrypoints.cli.settings import parse_size
 from vllm_omni.errors import ConfigError
 
@@ -27,9 +28,10 @@ DEFAULT_SLO_SCALE = 3.0
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the `bench` command."""
-    parser = subparsers.add_parser("bench", help="measure latency and throughput under load")
+    parser = subparsers.add_parser("bench", help="measure servers under load, and step caches")
     benches = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
     add_serve_parser(benches)
+    bench_cache.add_parser(benches)
 
 
 def add_serve_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
