@@ -22,6 +22,7 @@ FORBIDDEN_PARTS = {
     "layers": {"diffusion", "models", "entrypoints", "engine", "ar"},
     "diffusion": {"entrypoints", "engine", "ar"},
     "models": {"entrypoints", "engine", "ar"},
+    "plugins": {"models", "entrypoints", "engine", "ar"},
     "benchmark": {"layers", "diffusion", "models", "entrypoints", "engine", "ar"},
     "": {"layers", "diffusion", "models", "entrypoints", "engine", "ar"},
 }
@@ -125,6 +126,13 @@ def test_imports_go_down(file: Path) -> None:
 )
 def test_engine_does_not_import_vllm(file: Path) -> None:
     assert "vllm" not in {name.partition(".")[0] for name in imports_of(file)}
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if folder_of(f) != "plugins"], ids=name_of)
+def test_plugins_are_loaded_by_name(file: Path) -> None:
+    names = imports_of(file)
+    assert "cache_dit" not in {name.partition(".")[0] for name in names}
+    assert not any(name.startswith("vllm_omni.plugins") for name in names)
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

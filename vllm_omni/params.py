@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_omni.config import MAX_SECONDS
 from vllm_omni.errors import InvalidParameterError
-from vllm_omni.step_cache import StepCacheParams
+from vllm_omni.step_cache import CacheParams, parse_cache
 
 SIZE_MULTIPLE = 16
 """Pixels per side of one latent token: 8 by the VAE times 2 by the patch."""
@@ -67,7 +67,7 @@ class DiffusionParams:
     sigmas: tuple[float, ...] | None = None  # unshifted noise levels, one a step, falling
     seed: int | None = None  # drawn at random, and reported, when not given
     # Given as such, as a method's name, or as a mapping of fields; None: every step in full.
-    cache: StepCacheParams | None = None
+    cache: CacheParams | None = None
 
     # how to schedule
     priority: int = 0  # lower goes first
@@ -88,7 +88,7 @@ class DiffusionParams:
         for name in ("height", "width"):
             if getattr(self, name) is not None:
                 _check_side(name, getattr(self, name))
-        object.__setattr__(self, "cache", StepCacheParams.parse(self.cache))
+        object.__setattr__(self, "cache", parse_cache(self.cache))
         self._check_sampling()
         _check_int("num_outputs_per_prompt", self.num_outputs_per_prompt, 1, MAX_OUTPUTS_PER_PROMPT)
         if self.preview_every is not None:

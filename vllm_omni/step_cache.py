@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from vllm_omni.cache_dit_params import CACHE_DIT, CacheDiTParams
 from vllm_omni.errors import InvalidParameterError
 
 Method = Literal["first_block", "tea", "taylor"]
+
+_METHODS = (*get_args(Method), CACHE_DIT)
 
 MAX_COEFFICIENTS = 8
 MAX_CACHE_STEPS = 1000
@@ -41,7 +44,7 @@ class StepCacheParams:
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
-            _refuse("method", self.method, f"one of {', '.join(get_args(Method))}")
+            _refuse("method", self.method, f"one of {', '.join(_METHODS)}")
         if self.threshold is None:
             object.__setattr__(self, "threshold", _DEFAULT_THRESHOLDS[self.method])
         if not _is_number(self.threshold) or not 0 <= self.threshold <= 10:  # type: ignore[operator]
@@ -57,21 +60,34 @@ class StepCacheParams:
             _refuse("coefficients", given, f"1 to {MAX_COEFFICIENTS} numbers")
         object.__setattr__(self, "coefficients", tuple(float(one) for one in given))
 
-    @classmethod
-    def parse(cls, value: Any) -> StepCacheParams | None:
-        """From what a user gives: None, a method's name, or a mapping of fields."""
-        if value is None or isinstance(value, StepCacheParams):
-            return value
-        if isinstance(value, str):
-            value = {"method": value}
-        if not isinstance(value, Mapping):
-            raise InvalidParameterError(
-                "cache", value, f"one of {', '.join(get_args(Method))}, or a mapping of its fields"
-            )
-        names = {field.name for field in fields(cls)}
-        if unknown := sorted(str(name) for name in set(value) - names):
-            _refuse(unknown[0], value[unknown[0]], f"only {', '.join(sorted(names))} are known")
-        return cls(**value)
+
+CacheParams = StepCacheParams | CacheDiTParams
+"""What a request may have: a cache of ours, or Cache-DiT's."""
+
+
+def parse_cache(value: Any) -> CacheParams | None:
+    """From what a user gives: None, a method's name, or a mapping of fields."""
+    cache = _parse_cache(value)
+    if isinstance(cache, CacheDiTParams):
+        cache.check_installed()
+    return cache
+
+
+def _parse_cache(value: Any) -> CacheParams | None:
+    if value is None or isinstance(value, CacheParams):
+        return value
+    if isinstance(value, str):
+        value = {"method": value}
+    if not isinstance(value, Mapping):
+        raise InvalidParameterError(
+            "cache", value, f"one of {', '.join(_METHODS)}, or a mapping of its fields"
+        )
+    if value.get("method") == CACHE_DIT:
+        return CacheDiTParams.parse(value)
+    names = {field.name for field in fields(StepCacheParams)}
+    if unknown := sorted(str(name) for name in set(value) - names):
+        _refuse(unknown[0], value.get(unknown[0]), f"only {', '.join(sorted(names))} are known")
+    return StepCacheParams(**value)
 
 
 def _refuse(name: str, value: object, allowed: str) -> None:

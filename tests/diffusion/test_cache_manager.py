@@ -180,6 +180,38 @@ def test_latents_of_two_requests_do_not_touch() -> None:
         assert torch.equal(tensor, torch.full((2, 3), float(ord(request_id))))
 
 
+# --- held elsewhere ---
+
+
+def test_what_lies_elsewhere_is_counted_and_let_go_once() -> None:
+    manager = create_manager(1000)
+    gone: list[str] = []
+
+    def hold(num_bytes: int, name: str = "x") -> bool:
+        return manager.try_hold("a", name, num_bytes, lambda: gone.append(f"{name} {num_bytes}"))
+
+    assert hold(300) and hold(600)  # the second in place of the first
+    assert (manager.used_bytes, gone) == (600, [])
+    assert not hold(500, "y")
+    assert (manager.used_bytes, gone) == (600, ["y 500"])
+    manager.release_cache("a")
+    assert (manager.used_bytes, gone) == (0, ["y 500", "x 600"])
+
+
+def test_what_lies_elsewhere_gives_way() -> None:
+    manager = create_manager(1000)
+    gone: list[str] = []
+    manager.cache_prompt("p", torch.zeros(300, dtype=torch.uint8))
+    assert manager.try_hold("a", "x", 800, lambda: gone.append("a"))
+    assert manager.get_cached_prompt("p") is None
+    assert not manager.try_hold("b", "x", 300, lambda: gone.append("b"))
+    manager.allocate_cache("b", 300)
+    assert (manager.used_bytes, gone, manager.num_evictions) == (300, ["b", "a"], 2)
+    assert not manager.try_hold("b", "x", 800, lambda: gone.append("again"))
+    manager.release_cache("a")
+    assert gone == ["b", "a", "again"]
+
+
 # --- expiry ---
 
 

@@ -15,6 +15,7 @@ from vllm_omni.errors import CacheAllocationError
 
 _LATENTS = "latents"
 _DEFAULT = "cache"
+_NOTHING = torch.empty(0)
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +25,7 @@ class _Entry:
     last_used: float
     reserved: Tensor | None = None  # the start-up buffer it lies in, if any
     is_optional: bool = False  # it may be evicted while its request runs
+    let_go: Callable[[], None] | None = None  # of what lies elsewhere
 
 
 class DiTCacheManager:
@@ -124,6 +126,26 @@ class DiTCacheManager:
         self._requests[request_id][name].is_optional = True
         return True
 
+    def try_hold(
+        self, request_id: str, name: str, num_bytes: int, let_go: Callable[[], None]
+    ) -> bool:
+        """Count what a request can do without and somebody else allocated; whether there is room.
+
+        Args:
+            let_go: frees it. Called when there is no room, it is evicted, or the request ends.
+        """
+        if (held := self._requests.get(request_id, {}).get(name)) is not None:
+            held.let_go = None  # it is replaced, not dropped
+            self._drop(request_id, name)
+        if not self._has_room(num_bytes):
+            let_go()
+            return False
+        self._make_room(num_bytes)
+        entry = _Entry(_NOTHING, num_bytes, self._clock(), is_optional=True, let_go=let_go)
+        self._requests.setdefault(request_id, {})[name] = entry
+        self._used += num_bytes
+        return True
+
     def cache_latents(self, request_id: str, latents: Tensor) -> Tensor:
         return self.cache_tensor(request_id, _LATENTS, latents)
 
@@ -211,6 +233,8 @@ class DiTCacheManager:
             self._free_reserved.sort(key=len)
         if not entries:
             del self._requests[request_id]
+        if entry.let_go is not None:
+            entry.let_go()
 
     def _drop_shared(self, key: Hashable) -> None:
         if (entry := self._shared.pop(key, None)) is not None:

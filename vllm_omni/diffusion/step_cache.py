@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm_omni.diffusion.cache_manager import DiTCacheManager
-from vllm_omni.step_cache import StepCacheParams
+from vllm_omni.step_cache import CacheParams, StepCacheParams
 
 
 class Signal(Enum):
@@ -292,10 +292,10 @@ class PackedStepCache:
 
 
 def make_row_caches(
-    request_id: str, params: StepCacheParams | None, num_branches: int, manager: DiTCacheManager
+    request_id: str, params: CacheParams | None, num_branches: int, manager: DiTCacheManager
 ) -> list[RowCache]:
-    """A cache for each guidance branch of a request that asks for one."""
-    if params is None:
+    """A cache for each guidance branch of a request that asks for one of ours."""
+    if not isinstance(params, StepCacheParams):
         return []
     strategy = STRATEGIES[params.method](params)
     return [RowCache(request_id, branch, strategy, manager) for branch in range(num_branches)]

@@ -13,10 +13,12 @@ from diffusers import AutoencoderKLQwenImage
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+from vllm_omni.cache_dit_params import CacheDiTParams
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.block_manager import DiffusionBlockManager
 from vllm_omni.diffusion.cache_manager import DiTCacheManager
 from vllm_omni.diffusion.decode_manager import ParallelDecodeManager
+from vllm_omni.diffusion.external_cache import ExternalCache, make_external_cache
 from vllm_omni.diffusion.messages import RequestResult
 from vllm_omni.diffusion.pipeline_manager import PipelineManager
 from vllm_omni.diffusion.sampling import estimate_final, euler_step
@@ -28,8 +30,10 @@ from vllm_omni.models.qwen_image.transformer import (
     RowShape,
     StepCachePlan,
     make_plan,
+    make_single_row_module,
     packed_forward,
     project_text,
+    single_row_forward,
 )
 from vllm_omni.models.qwen_image.vae import decode_images, keep_first_frame_only
 
@@ -45,6 +49,7 @@ class QwenImageState:
     branches: list[Tensor]  # projected text [tokens, D], conditional first, then unconditional
     sigmas: list[float]  # [steps + 1], float32 values
     row_caches: list[RowCache] = field(default_factory=list)  # of each branch, if it has any
+    external_cache: ExternalCache | None = None  # if it has one, its rows run by themselves
     num_computed_steps: int = 0
     row: int = -1
 
@@ -62,16 +67,42 @@ class QwenImageState:
 
     @property
     def num_skipped_rows(self) -> int:
-        return sum(cache.num_skipped for cache in self.row_caches)
+        of_rows = sum(cache.num_skipped for cache in self.row_caches)
+        return of_rows + (self.external_cache.num_skipped if self.external_cache else 0)
 
     def advance(self, latents: Tensor) -> None:
         self.latents.copy_(latents)
         self.num_computed_steps += 1
         for cache in self.row_caches:
             cache.commit()
+        if self.external_cache is not None:
+            self.external_cache.commit()
+
+    def predict_alone(self, latents: Tensor, timestep: Tensor) -> list[Tensor]:
+        """Velocity [tokens, channels] of each branch, by a forward of its own."""
+        assert self.external_cache is not None
+        with self.external_cache.take_step() as module:
+            return [
+                single_row_forward(module, self.row_shape(branch), latents, text, timestep)
+                for branch, text in enumerate(self.branches)
+            ]
 
     def row_shape(self, branch: int) -> RowShape:
         return RowShape(((1, *self.inputs.grid),), self.branches[branch].shape[0])
+
+
+Row = tuple[QwenImageState, int]
+"""A request and its guidance branch."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """The rows of a batch that share a forward."""
+
+    rows: list[Row]
+    indices: list[int]  # of these among all rows of the batch
+    plan: PackPlan
+    text: Tensor  # [N_txt, D]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +110,8 @@ class PackedBatch:
     """What stays the same from step to step while the same requests run together."""
 
     states: list[QwenImageState]  # guided ones first
-    rows: list[tuple[QwenImageState, int]]  # state and branch of each row
-    plan: PackPlan
-    text: Tensor  # [N_txt, D]
+    rows: list[Row]  # the conditional one of every state, then the others
+    packed: PackedRows | None  # all rows but those that run by themselves
     row_states: Tensor  # [rows] index into states of each row
     token_states: Tensor  # [tokens of states] index into states of each token
     guidance_scale: Tensor  # [tokens of guided states, 1]
@@ -144,6 +174,21 @@ class QwenImageRunnerAdapter:
                 inputs.num_inference_steps, inputs.num_image_tokens, inputs.sigmas
             ).tolist(),
             row_caches=make_row_caches(request_id, inputs.cache, len(branches), self.cache_manager),
+            external_cache=self._external_cache(request_id, inputs),
+        )
+
+    def _external_cache(
+        self, request_id: str, inputs: QwenImageCustomInputs
+    ) -> ExternalCache | None:
+        if not isinstance(inputs.cache, CacheDiTParams):
+            return None
+        return make_external_cache(
+            request_id,
+            inputs.cache,
+            make_single_row_module(self.pipeline.transformer),
+            is_guided=inputs.do_true_cfg,
+            num_steps=inputs.num_steps,
+            manager=self.cache_manager,
         )
 
     def _encode(
@@ -199,14 +244,7 @@ class QwenImageRunnerAdapter:
         timesteps = (sigma.squeeze(1) * num_train).to(dtype) / num_train
         model_input = torch.cat((latents, latents[: batch.num_guided_tokens])).to(dtype)
         with self._timed():
-            velocity = packed_forward(
-                self.pipeline.transformer,
-                batch.plan,
-                model_input,
-                batch.text,
-                timesteps[batch.row_states],
-                self._step_cache(batch),
-            )
+            velocity = self._predict(batch, model_input, timesteps[batch.row_states])
         velocity = self.block_manager.apply_classifier_free_guidance(
             velocity.float(), batch.guidance_scale
         )
@@ -222,24 +260,52 @@ class QwenImageRunnerAdapter:
         )
         return [by_state[state] for state in states]
 
-    def _step_cache(self, batch: PackedBatch) -> StepCachePlan | None:
-        if not any(state.row_caches for state in batch.states):
+    def _predict(self, batch: PackedBatch, model_input: Tensor, timesteps: Tensor) -> Tensor:
+        """Velocity [tokens of all rows, channels], given the latents and timesteps of all rows."""
+        packed = batch.packed
+        if packed is not None and len(packed.rows) == len(batch.rows):
+            return self._predict_packed(packed, model_input, timesteps)
+        inputs = model_input.split([state.latents.shape[0] for state, _ in batch.rows])
+        velocities: dict[int, Tensor] = {}
+        if packed is not None:
+            of_packed = self._predict_packed(
+                packed,
+                torch.cat([inputs[row] for row in packed.indices]),
+                timesteps[packed.indices],
+            )
+            by_row = of_packed.split(packed.plan.image_lens)
+            velocities.update(zip(packed.indices, by_row, strict=True))
+        for state in batch.states:
+            if state.external_cache is not None:
+                rows = [row for row, (owner, _) in enumerate(batch.rows) if owner is state]
+                alone = state.predict_alone(inputs[rows[0]], timesteps[rows[0]])
+                velocities.update(zip(rows, alone, strict=True))
+        return torch.cat([velocities[row] for row in range(len(batch.rows))])
+
+    def _predict_packed(self, packed: PackedRows, latents: Tensor, timesteps: Tensor) -> Tensor:
+        return packed_forward(
+            self.pipeline.transformer,
+            packed.plan,
+            latents,
+            packed.text,
+            timesteps,
+            self._step_cache(packed),
+        )
+
+    def _step_cache(self, packed: PackedRows) -> StepCachePlan | None:
+        if not any(state.row_caches for state, _ in packed.rows):
             return None
         cache = PackedStepCache(
             [
                 state.row_caches[branch] if state.row_caches else None
-                for state, branch in batch.rows
+                for state, branch in packed.rows
             ],
-            batch.plan.image_lens,
-            [state.sigmas[state.num_computed_steps] for state, _ in batch.rows],
+            packed.plan.image_lens,
+            [state.sigmas[state.num_computed_steps] for state, _ in packed.rows],
         )
-
-        def plan_rows(rows: Sequence[int]) -> PackPlan:
-            return self._plan(
-                tuple(batch.rows[row][0].row_shape(batch.rows[row][1]) for row in rows)
-            )
-
-        return StepCachePlan(cache, plan_rows)
+        return StepCachePlan(
+            cache, lambda rows: self._plan(_shapes_of([packed.rows[row] for row in rows]))
+        )
 
     def _pack(self, states: Sequence[QwenImageState]) -> PackedBatch:
         ordered = sorted(states, key=lambda state: not state.is_guided)  # stable: guided first
@@ -255,13 +321,24 @@ class QwenImageRunnerAdapter:
         self._batch = PackedBatch(
             states=ordered,
             rows=rows,
-            plan=self._plan(tuple(state.row_shape(branch) for state, branch in rows)),
-            text=torch.cat([state.branches[branch] for state, branch in rows]),
+            packed=self._pack_rows(rows),
             row_states=torch.tensor([*range(len(ordered)), *range(len(guided))]).to(device),
             token_states=token_states.to(device),
             guidance_scale=guidance_scale.unsqueeze(1).to(device),
         )
         return self._batch
+
+    def _pack_rows(self, rows: Sequence[Row]) -> PackedRows | None:
+        indices = [row for row, (state, _) in enumerate(rows) if state.external_cache is None]
+        if not indices:
+            return None
+        packed = [rows[row] for row in indices]
+        return PackedRows(
+            rows=packed,
+            indices=indices,
+            plan=self._plan(_shapes_of(packed)),
+            text=torch.cat([state.branches[branch] for state, branch in packed]),
+        )
 
     def _plan(self, rows: tuple[RowShape, ...]) -> PackPlan:
         if (plan := self._plans.get(rows)) is None:
@@ -333,6 +410,10 @@ class QwenImageRunnerAdapter:
         start = time.perf_counter()
         yield
         self.model_time += time.perf_counter() - start
+
+
+def _shapes_of(rows: Sequence[Row]) -> tuple[RowShape, ...]:
+    return tuple(state.row_shape(branch) for state, branch in rows)
 
 
 def pack_latents(latents: Tensor) -> Tensor:

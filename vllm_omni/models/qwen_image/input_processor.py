@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,7 @@ from PIL.Image import Image
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from vllm_omni.cache_dit_params import CacheDiTParams
 from vllm_omni.errors import InvalidParameterError, ModelLoadError
 from vllm_omni.models.qwen_image.inputs import TASK_TEXT_ENCODING, QwenImageCustomInputs
 from vllm_omni.models.qwen_image.prompt import (
@@ -34,6 +36,7 @@ class QwenImageInputProcessor:
             self.tokenizer = AutoTokenizer.from_pretrained(model / "tokenizer")
         except (OSError, ValueError, KeyError) as error:
             raise ModelLoadError(f"cannot load tokenizer from {model}: {error}") from error
+        self.model = model
         self.defaults = _default_params(model)
 
     def complete_params(self, params: DiffusionParams) -> DiffusionParams:
@@ -44,7 +47,16 @@ class QwenImageInputProcessor:
                 params.guidance_scale,
                 "this model is not guidance-distilled; use true_cfg_scale with negative_prompt",
             )
-        return params.with_defaults(self.defaults)
+        params = params.with_defaults(self.defaults)
+        if isinstance(params.cache, CacheDiTParams):
+            assert params.num_inference_steps is not None
+            params.cache.check_model(self._num_blocks, params.num_inference_steps)
+        return params
+
+    @cached_property
+    def _num_blocks(self) -> int:
+        num_layers: int = read_json(self.model, "transformer/config.json")["num_layers"]
+        return num_layers
 
     # --- what the text encoder reads ---
 

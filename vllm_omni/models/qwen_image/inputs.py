@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from vllm_omni.params import SIZE_MULTIPLE, OutputMode
-from vllm_omni.step_cache import StepCacheParams
+from vllm_omni.step_cache import CacheParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class QwenImageCustomInputs(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     sigmas: tuple[float, ...] | None = None
     latents: Tensor | None = None  # [image tokens, channels] to start from, instead of the seed's
-    cache: StepCacheParams | None = None
+    cache: CacheParams | None = None
 
     @property
     def do_true_cfg(self) -> bool:

@@ -16,6 +16,7 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from torch import Tensor
 
+from vllm_omni.diffusion.external_cache import share_weights
 from vllm_omni.diffusion.step_cache import PackedStepCache, Signal
 from vllm_omni.layers.attention import segment_attention
 from vllm_omni.layers.rope import apply_rope
@@ -115,6 +116,37 @@ def packed_forward(
     scale, shift = norm_out.linear(norm_out.silu(temb).to(image.dtype))[plan.image_rows].chunk(2, 1)
     velocity: Tensor = transformer.proj_out(_modulate(norm_out.norm(image), shift, scale))
     return velocity
+
+
+def make_single_row_module(
+    transformer: QwenImageTransformer2DModel,
+) -> QwenImageTransformer2DModel:
+    """The stock module over the same weights, for text that is projected already."""
+    module = share_weights(transformer)
+    module.txt_norm = module.txt_in = torch.nn.Identity()
+    return module
+
+
+def single_row_forward(
+    module: torch.nn.Module, row: RowShape, latents: Tensor, text: Tensor, timestep: Tensor
+) -> Tensor:
+    """Predicted velocity [tokens, channels] of one row, by the stock forward.
+
+    Args:
+        module: from `make_single_row_module`.
+        latents: [tokens, channels].
+        text: [L, D], from `project_text`.
+        timestep: [], from 0 to 1.
+    """
+    (velocity,) = module(
+        hidden_states=latents.unsqueeze(0),
+        encoder_hidden_states=text.unsqueeze(0),
+        timestep=timestep.unsqueeze(0),
+        img_shapes=[list(row.image_shapes)],
+        return_dict=False,
+    )
+    of_row: Tensor = velocity.squeeze(0)
+    return of_row
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Accelerators of other packages: each is loaded when a request asks for it, and not before."""
