@@ -11,8 +11,8 @@ from vllm_omni.benchmark.load import Outcome
 from vllm_omni.benchmark.report import (
     Percentiles,
     Slo,
-    find_max_in_flight,
     fastest_of_each_class,
+    find_max_in_flight,
     make_report,
 )
 from vllm_omni.benchmark.table import to_text
