@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from vllm_omni.params import MAX_OUTPUTS_PER_PROMPT, MAX_SEED, MAX_SIDE, MAX_STEPS, OutputMode
 
@@ -20,6 +21,7 @@ ResponseFormat = Literal["b64_json", "url"]
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 
 MAX_PARTIAL_IMAGES = 3
+MAX_PARAMETERS = 100  # of a body; no route has as many
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -45,6 +47,8 @@ class Body(BaseModel):
     def _leave_out_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if len(data) > MAX_PARAMETERS:  # or each gets an error of its own, for seconds
+            raise PydanticCustomError("too_many_parameters", f"at most {MAX_PARAMETERS} parameters")
         return {
             name: value
             for name, value in data.items()
