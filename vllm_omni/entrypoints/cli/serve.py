@@ -20,13 +20,30 @@ from vllm_omni.errors import ConfigError
 from vllm_omni.importing import fast_imports
 from vllm_omni.models.weights import check_weights
 
+_EPILOG = """\
+examples:
+  vllm-omni serve                                    the embedded model, for this machine only
+  vllm-omni serve --ui                               with a page to draw and chat in
+  vllm-omni serve DIR --host 0.0.0.0 --api-key KEY   a checkpoint, for whoever has the key
+"""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """The names of options side by side with what they mean, in lines of a readable length."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=100)
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the `serve` command."""
     parser = subparsers.add_parser(
         "serve",
         help="serve a model over HTTP, with OpenAI's API",
+        usage="vllm-omni serve [MODEL] [options]",
         description="Serve a model over HTTP, with OpenAI's API. Ctrl-C ends it.",
+        epilog=_EPILOG,
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument(
         "model",
@@ -105,6 +122,8 @@ def _make_omni_config(args: argparse.Namespace) -> OmniConfig:
     return OmniConfig(
         model=args.model,
         mode="process",
+        log_stats=True,
+        otlp_traces_endpoint=getattr(args, "otlp_traces_endpoint", ""),
         seed=args.seed,
         vllm_config=vllm_config or None,
         stage_configs=stages,

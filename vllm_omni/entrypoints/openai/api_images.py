@@ -27,7 +27,8 @@ def make_router(images: ImageService) -> APIRouter:
         responses={200: {"content": {EVENT_STREAM: {"schema": {"type": "string"}}}}},
     )
     async def generate(body: ImageGenerationRequest, request: Request) -> Any:
-        task = images.make_task(body, request.state.request_id, get_base_url(request))
+        url = get_base_url(request)
+        task = images.make_task(body, request.state.request_id, url, request.headers)
         if body.stream:
             return await start_stream(request, to_events(images, task))
         return to_response(await run_until_disconnect(request, images.generate(task)))
