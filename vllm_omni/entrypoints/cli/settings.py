@@ -63,7 +63,8 @@ def _get_metavar(name: str, kind: type) -> str:
 
 def _show_default(name: str, default: Any) -> str:
     if name.endswith("_bytes"):
-        return f"{default} ({default / 2**10:g} KiB)"
+        size, unit = (2**20, "MiB") if default >= 2**20 else (2**10, "KiB")
+        return f"{default} ({default / size:g} {unit})"
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 

@@ -87,22 +87,26 @@ def _signals_end_loading() -> Iterator[None]:
             signal.signal(one, handler)
 
 
+def make_uvicorn_config(app: OmniApp) -> uvicorn.Config:
+    """With our connections, our log and nothing that could be reached beside the door."""
+    return uvicorn.Config(
+        app.door,
+        http=partial(Connection, app.config),  # type: ignore[arg-type]
+        ws="none",
+        h11_max_incomplete_event_size=2 * app.config.max_header_bytes,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=_LAST_WORDS,
+    )
+
+
 class _Server(uvicorn.Server):
     """uvicorn's, that ends in the way of `end_when_told`."""
 
     def __init__(self, app: OmniApp) -> None:
-        config = uvicorn.Config(
-            app.door,
-            http=partial(Connection, app.config),  # type: ignore[arg-type]
-            ws="none",
-            h11_max_incomplete_event_size=2 * app.config.max_header_bytes,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=_LAST_WORDS,
-        )
-        super().__init__(config)
+        super().__init__(make_uvicorn_config(app))
         self.app = app
         self.num_signals = 0
 
