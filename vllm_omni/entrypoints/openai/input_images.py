@@ -23,14 +23,14 @@ from PIL import Image
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.errors import APIError
 
-# As PIL calls them; the second of JPEG's names is for files that hold a preview too.
+# By PIL's names.
 MEDIA_TYPES = {
     "PNG": "image/png",
     "JPEG": "image/jpeg",
-    "MPO": "image/jpeg",
     "WEBP": "image/webp",
     "GIF": "image/gif",
 }
+_WITH_PREVIEW = "MPO"  # what PIL calls a JPEG of which cameras have put a second one behind
 MIN_SIDE = 8
 """Pixels. Processors take a side of 1 or 3 for the colours."""
 MAX_ASPECT = 100
@@ -105,7 +105,7 @@ class ImageReader:
             with Image.open(io.BytesIO(data), formats=[*MEDIA_TYPES]) as opened:
                 self._check_header(image, opened)
                 opened.load()
-                media_type = MEDIA_TYPES[opened.format or ""]
+                media_type = MEDIA_TYPES.get(opened.format or "", "image/jpeg")
         except APIError:
             raise
         except Exception as error:  # a broken file makes PIL raise anything
@@ -121,7 +121,7 @@ class ImageReader:
         if short < MIN_SIDE or long > short * MAX_ASPECT:
             allowed = f"each side at least {MIN_SIDE}, and at most {MAX_ASPECT} times the other"
             raise _refuse(image, f"it has {width}x{height} pixels: {allowed}")
-        if opened.format != "MPO" and getattr(opened, "is_animated", False):
+        if opened.format != _WITH_PREVIEW and getattr(opened, "is_animated", False):
             raise _refuse(image, "it is animated: send one of its pictures")
 
     # --- by an address ---
