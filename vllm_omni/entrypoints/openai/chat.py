@@ -22,16 +22,18 @@ from vllm_omni.entrypoints.openai import chat_images, schemas
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.disconnect import run_until_disconnect
 from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, APIError, engine_down
-from vllm_omni.entrypoints.openai.event_stream import EVENT_STREAM, start_stream
+from vllm_omni.entrypoints.openai.event_stream import DONE, describe_events, start_stream
 from vllm_omni.entrypoints.openai.images import ImageService
 from vllm_omni.entrypoints.openai.input_images import ImageReader, InputImage
 from vllm_omni.entrypoints.openai.limits import Admission, check_prompt
 from vllm_omni.entrypoints.openai.protocol import PictureParameters
 from vllm_omni.entrypoints.openai.streams import run_ahead
 from vllm_omni.entrypoints.openai.text_protocol import (
+    ChatChunk,
     ChatCompletion,
     ChatRequest,
     Completion,
+    CompletionChunk,
     CompletionRequest,
     Message,
     TextParameters,
@@ -182,7 +184,8 @@ class TextService:
         self._check(body)
         if body.max_tokens == 0 and not body.echo:
             raise APIError(400, "max_tokens=0 needs echo=true", "max_tokens", "invalid_value")
-        self._check_most("max_tokens", body.max_tokens, self.config.max_tokens)
+        if "max_tokens" in body.model_fields_set:
+            self._check_most("max_tokens", body.max_tokens, self.config.max_tokens)
         num_chars = sum(len(prompt) for prompt in body.prompt)  # or tokens, which have one at least
         check_prompt("prompt", " " * num_chars, self.config)
         prompt = body.prompt if len(body.prompt) > 1 else body.prompt[0]
@@ -317,15 +320,12 @@ def _time_is_over() -> APIError:
 def make_router(text: TextService) -> APIRouter:
     """The routes that write."""
     router = APIRouter(tags=["text"], responses=ERROR_RESPONSES)
-    stream: dict[int | str, dict[str, Any]] = {
-        200: {"content": {EVENT_STREAM: {"schema": {"type": "string"}}}}
-    }
 
     @router.post(
         "/v1/chat/completions",
         summary="Answer a chat, with words or with words and a picture",
         response_model=ChatCompletion,
-        responses=stream,
+        responses={200: describe_events(ChatChunk, last=DONE)},
     )
     async def chat(body: ChatRequest, request: Request) -> Any:
         request_id = request.state.request_id
@@ -338,7 +338,7 @@ def make_router(text: TextService) -> APIRouter:
         "/v1/completions",
         summary="Go on with a text",
         response_model=Completion,
-        responses=stream,
+        responses={200: describe_events(CompletionChunk, last=DONE)},
     )
     async def complete(body: CompletionRequest, request: Request) -> Any:
         request_id = request.state.request_id

@@ -1,7 +1,8 @@
 """`DocumentedAPI`: serves an OpenAPI document that says what the door in front of it does, too.
 
-FastAPI documents the routes. Here comes what it cannot know: the key, what `access.py` may answer
-in the place of any route, and that bad parameters are answered with 400 and not with its own 422.
+FastAPI documents the routes. Here comes what it cannot know: the key, events of streams, what
+`access.py` may answer in the place of any route, and that bad parameters are answered with 400 and
+not with its own 422.
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
 
 from vllm_omni.entrypoints.openai.access import OPEN_PATHS
 from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES
-from vllm_omni.entrypoints.openai.protocol import ErrorResponse
+from vllm_omni.entrypoints.openai.protocol import (
+    CompletedEvent,
+    ErrorResponse,
+    PartialImageEvent,
+)
+from vllm_omni.entrypoints.openai.text_protocol import ChatChunk, CompletionChunk
 
 _METHODS = ("get", "post", "delete")
 _UNUSED_SCHEMAS = ("HTTPValidationError", "ValidationError")
+_EVENTS = (PartialImageEvent, CompletedEvent, ChatChunk, CompletionChunk)
 _AT_THE_DOOR = (400, 403, 408, 413, 431)  # answers to any request
 _KEY = "key"
 
@@ -42,6 +50,8 @@ class DocumentedAPI(FastAPI):
         schemas = document["components"]["schemas"]
         for name in _UNUSED_SCHEMAS:
             schemas.pop(name, None)
+        for name, schema in _make_event_schemas().items():
+            schemas.setdefault(name, schema)
         if self.needs_key:
             document["components"]["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
         for path, operation in _get_operations(document):
@@ -60,6 +70,16 @@ class DocumentedAPI(FastAPI):
         else:
             responses.pop("401", None)
         operation["responses"] = dict(sorted(responses.items()))
+
+
+def _make_event_schemas() -> dict[str, Any]:
+    """Of events and what is in them: FastAPI looks only at answers that come in one piece."""
+    _, made = models_json_schema(
+        [(model, "serialization") for model in _EVENTS],
+        ref_template="#/components/schemas/{model}",
+    )
+    schemas: dict[str, Any] = made["$defs"]
+    return schemas
 
 
 def _get_operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -21,6 +21,7 @@ ResponseFormat = Literal["b64_json", "url"]
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 
 MAX_PARTIAL_IMAGES = 3
+_MAX_EXACT = 2**53  # a float has all whole numbers up to here
 MAX_PARAMETERS = 100  # of a body; no route has as many
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -32,6 +33,13 @@ def _allow_nulls(schema: dict[str, Any]) -> None:
         if name not in schema.get("required", ()) and {"type": "null"} not in choices:
             notes = {key: value.pop(key) for key in ("default", "description") if key in value}
             schema["properties"][name] = {"anyOf": [value, {"type": "null"}], **notes}
+
+
+def _to_whole(value: Any) -> Any:
+    """1.0 is as whole as 1: the document and some clients' JSON do not tell them apart."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT:
+        return int(value)
+    return [_to_whole(each) for each in value] if isinstance(value, list) else value
 
 
 class Body(BaseModel):
@@ -50,7 +58,7 @@ class Body(BaseModel):
         if len(data) > MAX_PARAMETERS:  # or each gets an error of its own, for seconds
             raise PydanticCustomError("too_many_parameters", f"at most {MAX_PARAMETERS} parameters")
         return {
-            name: value
+            name: _to_whole(value)
             for name, value in data.items()
             if value is not None or name not in cls.model_fields
         }
