@@ -19,6 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from vllm_omni.entrypoints.openai.protocol import ErrorInfo, ErrorResponse
 from vllm_omni.errors import (
@@ -164,7 +165,8 @@ def install(app: FastAPI) -> None:
             404: f"no such route: {request.method} {request.scope['path'][:_MAX_SHOWN]}",
             405: f"{request.method} is not allowed here",
         }.get(error.status_code, str(error.detail))
-        return APIError(error.status_code, message, headers=error.headers).to_response()
+        headers = {"Allow": _get_methods(request)} if error.status_code == 405 else error.headers
+        return APIError(error.status_code, message, headers=headers).to_response()
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         return to_api_error(error).to_response()
@@ -172,6 +174,17 @@ def install(app: FastAPI) -> None:
     # `Exception`, what nobody expected, is raised again by Starlette once it is answered.
     for kind in (APIError, OmniRequestError, EngineError, Exception):
         app.add_exception_handler(kind, answer)
+
+
+def _get_methods(request: Request) -> str:
+    """All that a path answers to; Starlette names those of the first of its routes."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    if "GET" in methods:
+        methods.add("HEAD")
+    return ", ".join(sorted(methods))
 
 
 def _make_sayable(text: str) -> str:
