@@ -96,6 +96,7 @@ def test_package_is_found() -> None:
         "vllm_omni.models.registry",
         "vllm_omni.request",
         "vllm_omni.outputs",
+        "vllm_omni.timeline",
         "vllm_omni.stage_file",
         "vllm_omni",
     ],
