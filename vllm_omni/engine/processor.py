@@ -161,6 +161,7 @@ class OmniProcessor:
             sampling_params=_with_kind(request.sampling_params, request.output_kind),
             hidden_states="all" if request.hidden_state_output else None,
             priority=request.params.priority,
+            trace_headers=request.trace_headers,
         )
 
     def make_rewrite_request(self, request: OmniRequest, inputs: ProcessedInput) -> ARRequest:
@@ -178,6 +179,7 @@ class OmniProcessor:
             messages=messages,
             sampling_params=_with_kind(params, request.output_kind),
             priority=request.params.priority,
+            trace_headers=request.trace_headers,
         )
 
     def make_encode_requests(
@@ -197,6 +199,7 @@ class OmniProcessor:
                 sampling_params={"max_tokens": 1, "temperature": 0.0, "detokenize": False},
                 hidden_states="prompt",
                 priority=request.params.priority,
+                trace_headers=request.trace_headers,
             )
             for name, prompt in prompts.items()
         ]
