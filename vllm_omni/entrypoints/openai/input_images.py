@@ -36,7 +36,7 @@ MIN_SIDE = 8
 MAX_ASPECT = 100
 """Long side over short side; vision towers refuse more than 200."""
 
-FETCH_TIMEOUT = 10.0  # seconds, from the name to the last byte
+FETCH_TIMEOUT = 10.0  # seconds
 _DATA_URL = re.compile(r"data:([a-z]+/[a-z0-9.+-]+);base64,", re.IGNORECASE)
 _ADDRESS = re.compile(r"[!-\[\]-~]+")  # printable ASCII, but no backslash
 _GLOBAL_V6 = ipaddress.ip_network("2000::/3")  # the rest is local, mapped or reserved
@@ -56,14 +56,19 @@ class ImageReader:
     """Reads the pictures of requests.
 
     Args:
-        is_allowed: which addresses may be fetched from.
+        is_allowed: which addresses may be fetched from; those on the internet.
+        fetch_timeout: seconds, from the name to the last byte.
     """
 
     def __init__(
-        self, config: ServerConfig, is_allowed: Callable[[IPAddress], bool] | None = None
+        self,
+        config: ServerConfig,
+        is_allowed: Callable[[IPAddress], bool] | None = None,
+        fetch_timeout: float = FETCH_TIMEOUT,
     ) -> None:
         self.config = config
         self._is_allowed = is_allowed or is_public
+        self._fetch_timeout = fetch_timeout
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="vllm-omni-reader")
 
     async def read(self, images: list[InputImage]) -> list[str]:
@@ -108,6 +113,9 @@ class ImageReader:
                 media_type = MEDIA_TYPES.get(opened.format or "", "image/jpeg")
         except APIError:
             raise
+        except Image.DecompressionBombError as error:
+            most = self.config.max_input_pixels
+            raise _refuse(image, f"it has more than {most} pixels") from error
         except Exception as error:  # a broken file makes PIL raise anything
             raise _refuse(image, "it is no png, jpeg, webp or gif, or a broken one") from error
         return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
@@ -129,7 +137,7 @@ class ImageReader:
     async def _fetch(self, image: InputImage) -> bytes:
         url = self._parse(image)
         try:
-            async with asyncio.timeout(FETCH_TIMEOUT):
+            async with asyncio.timeout(self._fetch_timeout):
                 address = await self._resolve(image, url)
                 return await self._download(image, url, address)
         except (TimeoutError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
