@@ -23,7 +23,7 @@ JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 MAX_PARTIAL_IMAGES = 3
 _MAX_EXACT = 2**53  # a float has all whole numbers up to here
 MAX_PARAMETERS = 100  # of a body; no route has as many
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # no strings, no booleans
 
 
 def _allow_nulls(schema: dict[str, Any]) -> None:
