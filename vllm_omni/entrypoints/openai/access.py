@@ -114,7 +114,8 @@ class AccessMiddleware:
     # --- who may come in ---
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        size = len(scope["path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
         if size > (most := self.config.max_header_bytes):
             raise APIError(431, f"the headers have {size} bytes: at most {most}")
         host = headers.get("host")
@@ -205,7 +206,7 @@ class AccessMiddleware:
         fields: dict[str, object] = {"seconds": round(seconds, 4), "bytes": answer.num_bytes}
         if (own_id := Headers(scope=scope).get(REQUEST_ID)) is not None:
             fields["client_request_id"] = own_id[:_MAX_LOGGED]
-        what = f"{method[:_MAX_LOGGED]} {quote(scope['path'])[:_MAX_LOGGED]}"
+        what = f"{method[:_MAX_LOGGED]} {quote(scope['path'], errors='replace')[:_MAX_LOGGED]}"
         log_access(what, status, scope.get("client"), request_id, **fields)
 
 
