@@ -50,7 +50,7 @@ def describe_events(*models: type[BaseModel], last: str | None = None) -> dict[s
     Args:
         last: data of the event that ends the stream, if one does.
     """
-    kinds = [model.__name__ for model in (*models, ErrorResponse)]
+    kinds = [*(model.__name__ for model in models), ErrorResponse.__name__]
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
