@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Folder, or file of the package's root -> parts of the package it may not import.
 FORBIDDEN_PARTS = {
+    "apps": {"layers", "diffusion", "models", "entrypoints", "engine", "ar"},  # clients over HTTP
     "layers": {"diffusion", "models", "entrypoints", "engine", "ar"},
     "diffusion": {"entrypoints", "engine", "ar"},
     "models": {"entrypoints", "engine", "ar"},
