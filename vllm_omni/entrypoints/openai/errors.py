@@ -113,6 +113,8 @@ def to_api_error(error: Exception) -> APIError:
         return APIError(500, "the model failed on this request", code="stage_execution_error")
     if isinstance(error, OmniRequestError):
         return APIError(400, str(error), getattr(error, "param", None) or None)
+    if isinstance(error, RecursionError):  # nothing of ours is deep
+        return APIError(400, "the body is nested too deeply", code="invalid_json")
     if isinstance(error, EngineError):
         logger.error("the engine is down: %s", error)
         return engine_down()
@@ -172,7 +174,7 @@ def install(app: FastAPI) -> None:
         return to_api_error(error).to_response()
 
     # `Exception`, what nobody expected, is raised again by Starlette once it is answered.
-    for kind in (APIError, OmniRequestError, EngineError, Exception):
+    for kind in (APIError, OmniRequestError, EngineError, RecursionError, Exception):
         app.add_exception_handler(kind, answer)
 
 

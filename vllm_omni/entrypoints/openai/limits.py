@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from vllm_omni.entrypoints.openai.errors import APIError
 from vllm_omni.params import DiffusionParams
 
 _DEFAULT_SPEED = 1e6  # pixel-steps a second, until one was measured
+_HALF = re.compile("[\ud800-\udfff]")  # JSON can name these, UTF-8 cannot write them
 _MAX_RETRY_AFTER = 600  # seconds
 _MIN_MEASURED = 0.05  # seconds: requests of one batch end at once, and that says nothing
 
@@ -54,14 +56,19 @@ def check_cost(params: DiffusionParams, config: ServerConfig) -> int:
 
 
 def check_prompt(name: str, prompt: str | None, config: ServerConfig) -> None:
-    """Refuse a prompt that nobody should have to tokenize."""
-    if prompt is not None and len(prompt) > config.max_prompt_chars:
+    """Refuse a prompt that nobody should have to tokenize, or can."""
+    if prompt is None:
+        return
+    if len(prompt) > config.max_prompt_chars:
         raise APIError(
             400,
             f"{name} has {len(prompt)} characters: at most {config.max_prompt_chars}",
             name,
             "prompt_too_long",
         )
+    if not prompt.isascii() and _HALF.search(prompt):
+        message = f"{name} holds half of a character: a surrogate without the other one"
+        raise APIError(400, message, name, "invalid_value")
 
 
 @dataclass(eq=False)
