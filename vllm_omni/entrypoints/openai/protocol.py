@@ -35,11 +35,13 @@ def _allow_nulls(schema: dict[str, Any]) -> None:
             schema["properties"][name] = {"anyOf": [value, {"type": "null"}], **notes}
 
 
-def _to_whole(value: Any) -> Any:
+def _to_whole(value: Any, num_levels: int = 2) -> Any:
     """1.0 is as whole as 1: the document and some clients' JSON do not tell them apart."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT:
         return int(value)
-    return [_to_whole(each) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list) and num_levels:  # token ids, or lists of them
+        return [_to_whole(each, num_levels - 1) for each in value]
+    return value
 
 
 class Body(BaseModel):
