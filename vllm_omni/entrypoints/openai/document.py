@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from vllm_omni.entrypoints.openai.access import OPEN_PATHS
+from vllm_omni.entrypoints.openai.access import OPEN_PATHS, REQUEST_ID
 from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES
 from vllm_omni.entrypoints.openai.protocol import (
     CompletedEvent,
@@ -27,6 +27,17 @@ _UNUSED_SCHEMAS = ("HTTPValidationError", "ValidationError")
 _EVENTS = (PartialImageEvent, CompletedEvent, ChatChunk, CompletionChunk)
 _AT_THE_DOOR = (400, 403, 408, 413, 431)  # answers to any request
 _KEY = "key"
+_WITH_RETRY_AFTER = ("429", "503")
+_REQUEST_ID_HEADER = {
+    "description": "The request's own id, as in the log and in /v1/requests/{request_id}/timeline.",
+    "required": True,
+    "schema": {"type": "string"},
+}
+_RETRY_AFTER_HEADER = {
+    "description": "Seconds until it may be worth another try.",
+    "required": True,
+    "schema": {"type": "integer", "minimum": 1},
+}
 
 
 class DocumentedAPI(FastAPI):
@@ -69,6 +80,10 @@ class DocumentedAPI(FastAPI):
             operation["security"] = [{_KEY: []}]
         else:
             responses.pop("401", None)
+        for status, response in responses.items():
+            response["headers"] = {REQUEST_ID: _REQUEST_ID_HEADER}
+            if status in _WITH_RETRY_AFTER:
+                response["headers"]["Retry-After"] = _RETRY_AFTER_HEADER
         operation["responses"] = dict(sorted(responses.items()))
 
 
