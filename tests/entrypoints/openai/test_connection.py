@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from socket import AF_INET, SO_RCVBUF, SO_SNDBUF, SOCK_STREAM, SOL_SOCKET, create_server, socket
 
+import httpx
 import pytest
+import uvicorn
 from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
 
 from tests.asking import make_head, open_connection, read_answer, talk
 from tests.inner_server import InnerServer, Served
 from vllm_omni.entrypoints.openai.access import OPEN_PATHS
+from vllm_omni.entrypoints.openai.config import ServerConfig
+from vllm_omni.entrypoints.openai.connection import Connection
 
 KEYS = ("first-key", "second-key")
 
@@ -166,3 +176,127 @@ def test_idle_connection_is_kept(guarded: Served) -> None:
             connection.sendall(make_head("GET", "/health/live"))
             assert read_answer(connection).status == 200
             time.sleep(2.5)
+
+
+# --- slow readers, of an app that only sends ---
+
+LARGE = 2**19  # bytes
+
+
+class LargeAnswers:
+    """Sends all it has to whoever asks; knows how many it is still busy with."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_waiting += 1
+        headers = [(b"content-length", str(2 * LARGE).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"x" * LARGE, "more_body": True})
+        await send({"type": "http.response.body", "body": b"x" * LARGE})
+        self.num_waiting -= 1
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[tuple[LargeAnswers, int]]:
+    """An app and its port; clients must read 64 kB within half a second."""
+    app = LargeAnswers()
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, ServerConfig(send_timeout=0.5)),  # type: ignore[arg-type]
+        log_config=None,
+        lifespan="off",
+    )
+    server = uvicorn.Server(config)
+    with create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(SOL_SOCKET, SO_SNDBUF, 2**14)  # the system takes little off its hands
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield app, listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def send_from_afar(port: int, request: bytes) -> socket:
+    """A client whose own system takes in little ahead of it."""
+    connection = socket(AF_INET, SOCK_STREAM)
+    connection.setsockopt(SOL_SOCKET, SO_RCVBUF, 2**14)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(request)
+    return connection
+
+
+def read(connection: socket, num_bytes: int, pause: float, seconds: float = 30) -> int:
+    """How many bytes came, so many at a time, until the end, a cut, or the time was over."""
+    deadline = time.monotonic() + seconds
+    num_read = 0
+    try:
+        while time.monotonic() < deadline and (data := connection.recv(num_bytes)):
+            num_read += len(data)
+            time.sleep(pause)
+            if num_read > 2 * LARGE:  # the head came, too
+                break
+    except ConnectionResetError:
+        pass
+    return num_read
+
+
+@pytest.mark.parametrize(("num_bytes", "pause"), [(1, 1.0), (1000, 0.1)], ids=["1 B/s", "10 kB/s"])
+def test_who_hardly_reads_is_cut_off(
+    large: tuple[LargeAnswers, int], num_bytes: int, pause: float
+) -> None:
+    app, port = large
+    with send_from_afar(port, make_head("GET", "/")) as connection:
+        read(connection, num_bytes, pause, seconds=2)
+        assert app.num_waiting == 0  # it does not hold up whoever was sending
+        assert read(connection, 2**16, 0) < LARGE
+
+
+def test_who_reads_slowly_gets_everything(large: tuple[LargeAnswers, int]) -> None:
+    app, port = large
+    start = time.monotonic()
+    with send_from_afar(port, make_head("GET", "/")) as connection:
+        assert read(connection, 2**13, 0.03) > 2 * LARGE
+    assert app.num_waiting == 0 and time.monotonic() - start > 2  # many times the limit
+
+
+# --- slow readers of pictures ---
+
+STREAM = {
+    "prompt": "a cat",
+    "size": "256x256",
+    "num_inference_steps": 4,
+    "stream": True,
+    "partial_images": 3,
+}
+PICTURE = {"prompt": "a dog", "size": "128x128", "num_inference_steps": 2}
+
+
+def draw(served: Served) -> float:
+    """Seconds that a small picture takes."""
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    url = f"{served.url}/v1/images/generations"
+    response = httpx.post(url, json=PICTURE, headers=headers, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.elapsed.total_seconds()
+
+
+def test_others_do_not_wait_for_a_slow_reader(inner: InnerServer, guarded: Served) -> None:
+    door, admission = guarded.app.door, guarded.app.images.admission
+    alone = max(draw(guarded) for _ in range(3))
+    body = json.dumps(STREAM).encode()
+    request = large_post(f"Content-Length: {len(body)}") + body
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(send_from_afar(guarded.port, request))
+        while inner.look(lambda: admission.num_running) == 0:
+            time.sleep(0.01)
+        beside = draw(guarded)  # after the others, whoever reads them: they are drawn one by one
+        deadline = time.monotonic() + 30
+        while inner.look(lambda: door.num_working) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert inner.look(lambda: (door.num_working, len(admission.tickets))) == (0, 0)
+    assert beside < 10 * alone + 1
