@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -91,7 +90,7 @@ class TextService:
             events = run_ahead(chat_images.stream(self.images, task, has_usage))
         else:
             fields = _to_fields(body, request_id, messages=messages)
-            events = self._stream(body, self._get_serving().stream_chat(fields))
+            events = run_ahead(self._stream(body, self._get_serving().stream_chat(fields)))
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -109,8 +108,8 @@ class TextService:
     ) -> AsyncGenerator[str, None]:
         """Its events."""
         fields = self._check_completion(body, request_id)
-        events = self._stream(body, self._get_serving().stream_completion(fields))
-        async with aclosing(events):
+        written = self._get_serving().stream_completion(fields)
+        async with aclosing(run_ahead(self._stream(body, written))) as events:
             async for event in events:
                 yield event
 
@@ -145,17 +144,13 @@ class TextService:
     async def _stream(
         self, body: TextParameters, events: AsyncGenerator[str, None]
     ) -> AsyncGenerator[str, None]:
-        end = time.monotonic() + self._get_timeout(body)
-        with self.admission.admit(0):
-            async with aclosing(events):
-                while True:
-                    try:
-                        event = await asyncio.wait_for(anext(events), end - time.monotonic())
-                    except StopAsyncIteration:
-                        return
-                    except TimeoutError as error:
-                        raise _time_is_over() from error
-                    yield event
+        try:
+            async with asyncio.timeout(self._get_timeout(body)), aclosing(events):
+                with self.admission.admit(0):
+                    async for event in events:
+                        yield event
+        except TimeoutError as error:
+            raise _time_is_over() from error
 
     def _get_timeout(self, body: TextParameters) -> float:
         return min(body.timeout or math.inf, self.config.request_timeout)
@@ -177,6 +172,7 @@ class TextService:
             self._check_most(name, getattr(body, name) or 0, self.config.max_tokens)
         self._check_tools(body)
         check_prompt("messages", _get_text(body.messages), self.config)
+        _check_calls(body.messages)
         urls = await self.reader.read(_find_images(body.messages))
         return _to_messages(body.messages, iter(urls))
 
@@ -252,6 +248,22 @@ def _check_functions(tools: Sequence[Tool]) -> None:
     if num_bytes > MAX_TOOL_BYTES:
         message = f"tools have {num_bytes} bytes together: at most {MAX_TOOL_BYTES}"
         raise APIError(400, message, "tools", "invalid_value")
+
+
+def _check_calls(messages: Sequence[Message]) -> None:
+    """vLLM reads the arguments of calls, and templates write them: each level is a call."""
+    for i, turn in enumerate(messages):
+        for j, call in enumerate(turn.tool_calls or ()):
+            param = f"messages.{i}.tool_calls.{j}.function.arguments"
+            try:
+                arguments = json.loads(call.function.arguments)
+            except json.JSONDecodeError:
+                continue  # what a model wrote may be no JSON; vLLM takes it as words
+            except (RecursionError, ValueError) as error:
+                message = f"{param}: it is nested too deeply, or a number in it is too long"
+                raise APIError(400, message, param, "invalid_value") from error
+            if isinstance(arguments, dict | list):
+                schemas.check_size(arguments, param)
 
 
 def _to_fields(body: TextParameters, request_id: str, **more: Any) -> dict[str, Any]:
