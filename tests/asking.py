@@ -116,10 +116,10 @@ def talk(port: int, *pieces: bytes) -> Got:
                 connection.sendall(piece)
             except (BrokenPipeError, ConnectionResetError):
                 break  # it has heard enough
-        return read_answer(connection)
+        return read_answer(connection, has_body=not pieces[0].startswith(b"HEAD "))
 
 
-def read_answer(connection: socket.socket) -> Got:
+def read_answer(connection: socket.socket, has_body: bool = True) -> Got:
     """One answer that says how long it is."""
     with connection.makefile("rb") as stream:
         status = int(stream.readline().split()[1])
@@ -127,4 +127,5 @@ def read_answer(connection: socket.socket) -> Got:
         while line := stream.readline().strip():
             name, _, value = line.decode("latin-1").partition(":")
             headers[name.lower()] = value.strip()
-        return Got(status, headers, stream.read(int(headers.get("content-length", 0))))
+        length = int(headers.get("content-length", 0)) if has_body else 0
+        return Got(status, headers, stream.read(length))
