@@ -168,9 +168,13 @@ class OmniProcessor:
         """What writes a fuller prompt for the picture, in the place of the user's."""
         messages = inputs.messages
         if messages is None:
+            messages = [{"role": "user", "content": _content(inputs)}]
+        if all(message.get("role") != "system" for message in messages):
             instruction = {"role": "system", "content": self._drawing_model.rewrite_instruction}
-            messages = [instruction, {"role": "user", "content": _content(inputs)}]
-        params = request.sampling_params or self._drawing_model.rewrite_sampling_params
+            messages = [instruction, *messages]
+        params = request.sampling_params or {}
+        if isinstance(params, Mapping):
+            params = {**self._drawing_model.rewrite_sampling_params, **params}
         n = params.get("n", 1) if isinstance(params, Mapping) else getattr(params, "n", 1)
         if n != 1:
             raise InvalidParameterError("n", n, "1 where a picture is made of the text")
