@@ -98,6 +98,10 @@ REFUSALS: list[tuple[type, dict[str, Any], str, Any, str]] = [
         (OmniConfig, {}, "seed", value, "a whole number, at least 0")
         for value in (-1, 1.0, "1", True)
     ],
+    (OmniConfig, {}, "log_stats", True, "only with mode='process'"),
+    (OmniConfig, {}, "otlp_traces_endpoint", "http://h:4317", "only with mode='process'"),
+    (OmniConfig, {"mode": "process"}, "log_stats", 1, "a bool"),
+    (OmniConfig, {"mode": "process"}, "otlp_traces_endpoint", None, "a str"),
 ]
 
 

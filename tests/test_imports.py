@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Folder, or file of the package's root -> parts of the package it may not import.
 FORBIDDEN_PARTS = {
+    "apps": {"layers", "diffusion", "models", "entrypoints", "engine", "ar"},  # clients over HTTP
     "layers": {"diffusion", "models", "entrypoints", "engine", "ar"},
     "diffusion": {"entrypoints", "engine", "ar"},
     "models": {"entrypoints", "engine", "ar"},
@@ -97,6 +98,7 @@ def test_package_is_found() -> None:
         "vllm_omni.models.registry",
         "vllm_omni.request",
         "vllm_omni.outputs",
+        "vllm_omni.timeline",
         "vllm_omni.stage_file",
         "vllm_omni",
     ],

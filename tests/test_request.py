@@ -36,6 +36,7 @@ def test_refuses_a_prompt_that_is_not_text(prompt: Any) -> None:
             ("sampling_params", value, "SamplingParams or a mapping of its fields")
             for value in ("hot", 5, [("n", 1)])
         ],
+        ("trace_headers", "00-1-2-01", "a mapping of header to value"),
         *[("stage_configs", value, "a list of StageConfig") for value in (5, [5], None)],
         *[("prompt_token_ids", value, "a list of int") for value in (5, "abc", ["a"], {1: 2})],
         *[("request_id", value, "a string, not empty") for value in (5, None, "")],

@@ -19,13 +19,14 @@ DEMO = "demo"  # the one model that goes by a name, not by its path
 MAX_SECONDS = 1e9  # of any time limit: more than anybody waits, and exact in a float
 
 
-def setting(default: Any, help: str, group: str = "") -> Any:
+def setting(default: Any, help: str, group: str = "", is_secret: bool = False) -> Any:
     """A field with a default and the one line that `--help` and readers get.
 
     Args:
         group: the heading under which `--help` lists it; empty: that of its class.
+        is_secret: it is left out where the config is shown.
     """
-    return field(default=default, metadata={"help": help, "group": group})
+    return field(default=default, repr=not is_secret, metadata={"help": help, "group": group})
 
 
 @dataclass(frozen=True)
@@ -179,12 +180,21 @@ class OmniConfig:
     prompt_cache_bytes: int = setting(
         128 * 2**20, "most bytes of hidden states kept of earlier prompts; 0: none are kept"
     )
+    log_stats: bool = setting(False, "keep vLLM's own metrics of AR stages; in process mode")
+    otlp_traces_endpoint: str = setting(
+        "", "where vLLM sends OpenTelemetry spans of AR stages, empty: nowhere; in process mode"
+    )
     vllm_config: Any = None
     stage_configs: Sequence[StageConfig] = ()
 
     def __post_init__(self) -> None:
         check_whole("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         check_choice("mode", self.mode, get_args(Mode))
+        check_is("log_stats", self.log_stats, bool)
+        check_is("otlp_traces_endpoint", self.otlp_traces_endpoint, str)
+        for name in ("log_stats", "otlp_traces_endpoint"):
+            if getattr(self, name) and self.mode != "process":
+                raise ConfigError(name, getattr(self, name), "only with mode='process'")
         if self.seed is not None:
             check_whole("seed", self.seed, 0)
         stages = check_each("stage_configs", self.stage_configs, StageConfig)

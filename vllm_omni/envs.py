@@ -14,6 +14,18 @@ def set_log_level(level: str) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", level.upper())
 
 
+def set_log_format(log_format: str, level: str) -> None:
+    """VLLM_OMNI_LOG: how a server and its stages write their lines; vLLM's are among them."""
+    os.environ["VLLM_OMNI_LOG"] = f"{log_format}:{level}"
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+
+
+def log_format() -> tuple[str, str] | None:
+    """VLLM_OMNI_LOG: format and level; None where no server has set it."""
+    log_format, _, level = os.environ.get("VLLM_OMNI_LOG", "").partition(":")
+    return (log_format, level) if level else None
+
+
 def api_key() -> str | None:
     """VLLM_OMNI_API_KEY: what a client of a server that has keys sends."""
     return os.environ.get("VLLM_OMNI_API_KEY") or None
@@ -27,7 +39,10 @@ def cache_dir() -> Path:
     return Path(base) / "vllm-omni"
 
 
-def api_keys() -> tuple[str, ...]:
-    """VLLM_OMNI_API_KEYS: keys of the server, separated by commas; not to be seen in `ps`."""
-    keys = os.environ.get("VLLM_OMNI_API_KEYS", "").split(",")
+def take_api_keys() -> tuple[str, ...]:
+    """VLLM_OMNI_API_KEYS: keys of the server, separated by commas; not to be seen in `ps`.
+
+    They are taken out, so that no process started from here has them.
+    """
+    keys = os.environ.pop("VLLM_OMNI_API_KEYS", "").split(",")
     return tuple(key.strip() for key in keys if key.strip())

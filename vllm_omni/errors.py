@@ -21,11 +21,14 @@ from __future__ import annotations
 _MAX_SHOWN = 200  # characters of a value in a message
 
 
-def _show(value: object) -> str:
+def show_value(value: object) -> str:
+    """A value in a message; whatever somebody made of it, it is short and there is one."""
     try:
         shown = repr(value)
     except ValueError:  # a whole number too long to write down
         return "a number too long to show"
+    except RecursionError:
+        return "a value too deep to show"
     return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
 
 
@@ -33,7 +36,7 @@ class _NotAllowedError(ValueError):
     """What a refused parameter and a refused setting have in common."""
 
     def __init__(self, param: str, value: object, allowed: str) -> None:
-        super().__init__(f"{param}={_show(value)} is not allowed: {allowed}")
+        super().__init__(f"{param}={show_value(value)} is not allowed: {allowed}")
         self.param = param
 
 

@@ -46,6 +46,7 @@ class OmniRequest:
     messages: Sequence[Mapping[str, Any]] | None = None  # a chat in OpenAI's form, for the prompt
     prompt_token_ids: Sequence[int] | None = None  # for the prompt, of a text request
     output_kind: OutputKind | None = None  # None: as `sampling_params` say
+    trace_headers: Mapping[str, str] | None = None  # W3C's, of the span that this is a part of
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _stage_outputs: dict[int, Any] = field(default_factory=dict, repr=False)
 
@@ -67,6 +68,10 @@ class OmniRequest:
         if self.dit_cache_config is not None:
             raise InvalidParameterError(
                 "dit_cache_config", self.dit_cache_config, "this version cannot do that yet"
+            )
+        if self.trace_headers is not None and not isinstance(self.trace_headers, Mapping):
+            raise InvalidParameterError(
+                "trace_headers", self.trace_headers, "a mapping of header to value"
             )
         _check_each("stage_configs", self.stage_configs, StageConfig)
         if self.prompt_token_ids is not None:

@@ -11,8 +11,8 @@ from vllm_omni.benchmark.load import Outcome
 from vllm_omni.benchmark.report import (
     Percentiles,
     Slo,
-    count_in_flight,
     fastest_of_each_class,
+    find_max_in_flight,
     make_report,
 )
 from vllm_omni.benchmark.table import to_text
@@ -126,9 +126,9 @@ def test_arrivals() -> None:
 
 
 def test_in_flight_counts_overlaps() -> None:
-    assert count_in_flight([]) == 0
+    assert find_max_in_flight([]) == 0
     nested = [create_outcome(0, 10), create_outcome(1, 1), create_outcome(3, 1)]
-    assert count_in_flight(nested) == 2
+    assert find_max_in_flight(nested) == 2
 
 
 def test_the_fastest_of_a_class_is_its_time_alone() -> None:

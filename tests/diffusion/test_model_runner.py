@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.drawing import (
+    COMPANY_TOLERANCE,
     Case,
     MakeCheckpoint,
     MakeEngineCore,
@@ -47,7 +48,7 @@ def assert_only_the_guilty_fails(
 
     outputs = run_engine(core, [good, guilty, other])
     for output, alone in zip((outputs[0], outputs[2]), expected, strict=True):
-        assert (latents_of(output) - latents_of(alone)).abs().max() <= 1e-5
+        assert (latents_of(output) - latents_of(alone)).abs().max() <= COMPANY_TOLERANCE
     assert outputs[1].finish_reason is FinishReason.ERROR
     assert all(stats["num_requests"] == 0 for stats in core.executor.collective_rpc("get_stats"))
     return outputs[1]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from tests.drawing import (
+    COMPANY_TOLERANCE,
     Case,
     MakeCheckpoint,
     MakeEngineCore,
@@ -38,7 +39,6 @@ from vllm_omni.models.qwen_image.transformer import PackPlan, packed_forward
 
 LATENTS_TOLERANCE = 1e-4
 PIXELS_TOLERANCE = 1  # of 255
-COMPANY_TOLERANCE = 1e-5
 
 words = st.sampled_from(
     ["a", "red", "cat", "blue sofa", "star", "4K", "übergroß", "猫", "🙂", "{}"]

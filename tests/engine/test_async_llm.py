@@ -20,7 +20,7 @@ from PIL import Image
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.drawing import Case, MakeCheckpoint, MakeStock, draw_stock
+from tests.drawing import COMPANY_TOLERANCE, Case, MakeCheckpoint, MakeStock, draw_stock
 from tests.reference import Reference
 from vllm_omni import DiffusionParams, OmniAsyncLLM, OmniRequest, OutputMode
 from vllm_omni.errors import (
@@ -200,7 +200,7 @@ def test_several_outputs_come_back_as_one_answer(llm: OmniAsyncLLM, run: Any) ->
     for index in range(3):
         alone = run(answer(llm, prompt="a cat", params=replace(LATENTS, seed=7 + index)))
         assert outputs[-1].latents is not None and alone.latents is not None
-        assert (outputs[-1].latents[index] - alone.latents[0]).abs().max() <= 1e-5
+        assert (outputs[-1].latents[index] - alone.latents[0]).abs().max() <= COMPANY_TOLERANCE
 
 
 def test_latents_and_the_hidden_states_beside_a_picture(

@@ -432,11 +432,21 @@ def test_rewrite_request_has_the_models_instruction(processor: OmniProcessor) ->
 
 
 def test_rewrite_request_takes_chat_and_sampling_of_the_user(processor: OmniProcessor) -> None:
-    messages = [{"role": "user", "content": "hello"}]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     request = OmniRequest(messages=messages, sampling_params={"max_tokens": 5}, output_kind="delta")  # type: ignore[arg-type]
     made = processor.make_rewrite_request(request, processor.process_input(request))
     assert made.messages == messages
-    assert made.sampling_params == {"max_tokens": 5, "output_kind": RequestOutputKind.DELTA}
+    # What it does not say is the model's own.
+    kind = RequestOutputKind.DELTA
+    assert made.sampling_params == {"temperature": 0.0, "max_tokens": 5, "output_kind": kind}
+
+
+def test_a_chat_without_instructions_gets_the_models(processor: OmniProcessor) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    request = OmniRequest(messages=messages)
+    made = processor.make_rewrite_request(request, processor.process_input(request))
+    assert made.messages is not None
+    assert list(made.messages) == [{"role": "system", "content": REWRITE_INSTRUCTION}, *messages]
 
 
 @pytest.mark.parametrize("params", [{"n": 2}, SamplingParams(n=2)], ids=["mapping", "object"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.drawing import Case, MakeCheckpoint, MakeStock, draw_stock
+from tests.drawing import COMPANY_TOLERANCE, Case, MakeCheckpoint, MakeStock, draw_stock
 from tests.reference import Reference
 from vllm_omni import DiffusionParams, Omni, OmniRequest, OutputMode
 from vllm_omni.errors import (
@@ -70,7 +71,7 @@ def test_output_i_is_drawn_with_seed_plus_i(omni: Omni) -> None:
     for index, seed in enumerate(three.seeds):
         [one] = omni.generate("a cat", replace(LATENTS, seed=seed))
         assert one.latents is not None and three.latents is not None
-        assert (three.latents[index] - one.latents[0]).abs().max() <= 1e-5
+        assert (three.latents[index] - one.latents[0]).abs().max() <= COMPANY_TOLERANCE
 
 
 def test_a_seed_is_drawn_and_reported(omni: Omni) -> None:
@@ -78,7 +79,7 @@ def test_a_seed_is_drawn_and_reported(omni: Omni) -> None:
     assert outs[0].seeds != outs[1].seeds
     [again] = omni.generate("a cat", replace(LATENTS, seed=outs[1].seeds[0]))
     assert again.latents is not None and outs[1].latents is not None
-    assert (again.latents - outs[1].latents).abs().max() <= 1e-5
+    assert (again.latents - outs[1].latents).abs().max() <= COMPANY_TOLERANCE
 
 
 def test_a_run_with_a_seed_of_its_own_can_be_repeated(checkpoint: MakeCheckpoint) -> None:
@@ -121,7 +122,7 @@ def test_a_failing_prompt_does_not_touch_the_others(omni: Omni) -> None:
     assert "use true_cfg_scale" in str(errors[3])
     [after] = omni.generate("a cat", LATENTS)
     assert after.latents is not None
-    assert (after.latents - outs[0].latents).abs().max() <= 1e-5
+    assert (after.latents - outs[0].latents).abs().max() <= COMPANY_TOLERANCE
 
 
 def test_progress_counts_every_step_of_every_request(omni: Omni) -> None:
@@ -143,8 +144,10 @@ def test_an_interrupted_call_leaves_nothing_behind(omni: Omni) -> None:
         omni.generate(["a", "b"], PARAMS, progress=interrupt)
     [out] = omni.generate("a cat", LATENTS)
     assert out.error is None
-    [stats] = omni.collective_rpc(1, "get_stats")
-    assert stats["num_requests"] == 0
+    deadline = time.monotonic() + 10  # the worker lets go in its next step
+    while omni.collective_rpc(1, "get_stats")[0]["num_requests"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_threads_may_share_it(omni: Omni) -> None:
@@ -163,7 +166,7 @@ def test_threads_may_share_it(omni: Omni) -> None:
     assert expected.latents is not None
     for latents in results:
         assert latents is not None
-        assert (latents - expected.latents).abs().max() <= 1e-5
+        assert (latents - expected.latents).abs().max() <= COMPANY_TOLERANCE
     assert len(results) == 4
 
 

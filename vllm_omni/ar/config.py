@@ -43,6 +43,13 @@ CUDA_ENGINE_ARGS: Mapping[str, Any] = {
 }
 """For an NVIDIA GPU, where CUDA graphs pay; each can be overridden. Read, not run."""
 
+STRUCTURED_OUTPUTS: Mapping[str, Any] = {
+    # One, not whichever of four can read a schema: the server bounds what it lets through to it.
+    "backend": "xgrammar",
+    "disable_any_whitespace": True,  # small models write nothing else once they may
+}
+"""How text is held to a schema; overridden as a whole."""
+
 OWN_ENGINE_ARGS = ("model", "tokenizer", "worker_cls")
 """What a stage sets itself."""
 
@@ -80,7 +87,12 @@ class ARModel:
             raise ConfigError("vllm_config", own, "the stage sets these itself")
         limits = {"video": 0} if self.reads_images else {"video": 0, "image": 0}
         defaults = CUDA_ENGINE_ARGS if current_platform.is_cuda() else CPU_ENGINE_ARGS
-        args = {"limit_mm_per_prompt": limits, **defaults, **engine_args}
+        args = {
+            "limit_mm_per_prompt": limits,
+            "structured_outputs_config": dict(STRUCTURED_OUTPUTS),
+            **defaults,
+            **engine_args,
+        }
         if args.get("runner") == "pooling":
             args |= {"convert": "embed", "pooler_config": _EVERY_TOKEN}
         try:

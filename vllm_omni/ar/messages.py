@@ -25,3 +25,4 @@ class ARRequest:
     # except the last, which is never read.
     hidden_states: Literal["prompt", "all"] | None = None
     priority: int = 0  # lower goes first
+    trace_headers: Mapping[str, str] | None = None  # W3C's, of the span that this is a part of

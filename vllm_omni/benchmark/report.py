@@ -100,7 +100,7 @@ class LoadReport:
     failure_examples: dict[str, str]  # the first message of each kind
     throughput: Throughput
     arrivals: Arrivals
-    classes: list[ClassReport]  # largest share of work last; then the row of all
+    classes: list[ClassReport]  # by size; the last one is all of them
 
 
 def make_report(
@@ -137,13 +137,12 @@ def _throughput(ok: Sequence[Outcome], duration: float) -> Throughput:
     seconds = duration or 1.0  # of a run in which nothing happened
     pixels = [outcome.num_images * outcome.request.picture.megapixels for outcome in ok]
     steps = [outcome.request.picture.num_steps for outcome in ok]
-    known = [count for count in steps if count is not None]
-    work = sum(p * n for p, n in zip(pixels, known, strict=True)) if len(known) == len(ok) else None
+    work = sum(p * (n or 0) for p, n in zip(pixels, steps, strict=True))
     return Throughput(
         requests=len(ok) / seconds,
         images=sum(outcome.num_images for outcome in ok) / seconds,
         megapixels=sum(pixels) / seconds,
-        megapixel_steps=None if work is None else work / seconds,
+        megapixel_steps=None if None in steps else work / seconds,
     )
 
 
@@ -159,11 +158,11 @@ def _arrivals(
         actual_rate=(len(sent) - 1) / span if span and not all_at_once else None,
         late_p99_seconds=float(np.percentile(late, 99)) if late else 0.0,
         mean_in_flight=sum(outcome.latency for outcome in outcomes) / (duration or 1.0),
-        max_in_flight=count_in_flight(outcomes),
+        max_in_flight=find_max_in_flight(outcomes),
     )
 
 
-def count_in_flight(outcomes: Iterable[Outcome]) -> int:
+def find_max_in_flight(outcomes: Iterable[Outcome]) -> int:
     """The most requests that were under way at the same moment."""
     changes = [(outcome.arrival, 1) for outcome in outcomes]
     changes += [(outcome.end, -1) for outcome in outcomes]

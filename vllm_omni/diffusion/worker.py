@@ -15,6 +15,7 @@ import psutil
 import setproctitle
 import torch
 
+from vllm_omni import logs
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.cache_manager import DiTCacheManager
 from vllm_omni.diffusion.messages import (
@@ -93,6 +94,7 @@ class DiffusionWorker:
             "cache_used_bytes": self.cache_manager.used_bytes,
             "cache_request_bytes": self.cache_manager.request_bytes,
             "cache_evictions": self.cache_manager.num_evictions,
+            "memory_bytes": self._read_memory(),
         }
 
 
@@ -124,6 +126,7 @@ def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers
     """The main function of a worker process. Ends when the executor's end of the pipe closes."""
     setproctitle.setproctitle(f"vllm-omni diffusion:{config.stage_id} worker {rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    logs.configure_child()
     if config.device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
     try:

@@ -145,4 +145,4 @@ def _make_clients(config: OmniConfig) -> list[StageClient]:
     with fast_imports():
         from vllm_omni.engine.process_client import start_stages
 
-    return start_stages(config.stage_configs)
+    return start_stages(config.stage_configs, config.log_stats, config.otlp_traces_endpoint)

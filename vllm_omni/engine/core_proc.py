@@ -11,6 +11,7 @@ Seams, checked against vLLM 0.32.0: `EngineCoreProc` and what it calls of `Engin
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import signal
@@ -39,6 +40,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.utils import SignalCallback
 
 import vllm_omni.outputs as omni
+from vllm_omni import logs
 from vllm_omni.ar.rendering import describe
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
@@ -46,6 +48,8 @@ from vllm_omni.diffusion.messages import DiffusionRequest
 from vllm_omni.errors import OmniRequestError
 from vllm_omni.models.registry import get_model_spec, load_class
 from vllm_omni.serial import MessageDecoder, encode
+
+logger = logging.getLogger(__name__)
 
 _DIT_CONFIG = "dit_config"  # key in `VllmConfig.additional_config`
 _REQUEST = "request"  # key in `PoolingParams.extra_kwargs`
@@ -261,20 +265,23 @@ def run_core_proc(
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     configure_logging_if_needed(kwargs["vllm_config"].logging_config)
+    logs.configure_child()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's walk over torch's names
             core = core_class(**kwargs)
     except Exception as error:
-        failure.send_bytes(describe(error).encode())
-        raise
+        failure.send_bytes(describe(error).encode())  # whoever started this process tells it
+        logger.debug("cannot start", exc_info=True)
+        raise SystemExit(1) from None
     queue_of_core = core.input_queue
     wake_up = SignalCallback(lambda: queue_of_core.put_nowait((EngineCoreRequestType.WAKEUP, None)))
     try:
         core.run_busy_loop()
     except Exception:
+        logger.exception("the engine failed")
         core._send_engine_dead()
-        raise
+        raise SystemExit(1) from None
     finally:
         wake_up.stop()
         core.shutdown()

@@ -1,8 +1,8 @@
 """Stages in processes of their own, and the clients that talk to them.
 
 Seams, checked against vLLM 0.32.0: `CoreEngineProcManager` apart from its `__init__`,
-`wait_for_engine_startup`, `AsyncMPClient` with `client_addresses`, `AsyncLLM` likewise and its
-`_run_output_handler`.
+`wait_for_engine_startup`, `AsyncMPClient` with `client_addresses`, `AsyncLLM` likewise, with
+`stat_loggers`, and its `_run_output_handler`; `ObservabilityConfig.otlp_traces_endpoint`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from vllm_omni.ar.engine import check_images
 from vllm_omni.ar.messages import ARRequest
 from vllm_omni.ar.output_processor import HiddenStatesOutputProcessor
 from vllm_omni.ar.rendering import describe, make_params, render_async, to_request_error
+from vllm_omni.ar.stat_logger import make_stat_logger
 from vllm_omni.config import StageConfig
 from vllm_omni.diffusion.messages import DiffusionRequest
 from vllm_omni.engine.core_proc import (
@@ -60,14 +61,23 @@ R = TypeVar("R")
 _HEALTH_PERIOD = 1.0  # seconds between looks at the process while a call to it is under way
 
 
-def start_stages(stages: Sequence[StageConfig]) -> list[StageClient]:
-    """Start a process for each stage, all at once, and wait until each has loaded its model."""
+def start_stages(
+    stages: Sequence[StageConfig], log_stats: bool = False, otlp_traces_endpoint: str = ""
+) -> list[StageClient]:
+    """Start a process for each stage, all at once, and wait until each has loaded its model.
+
+    Args:
+        log_stats: of AR stages, in `vllm_omni.ar.stat_logger.VLLM_REGISTRY`.
+        otlp_traces_endpoint: of AR stages; empty: what their `vllm_config` says.
+    """
     context = start_forkserver()
     clients: list[ProcStageClient] = []
     try:
         for stage in stages:
-            client_class = ARProcClient if stage.engine_type == "ar" else DiffusionProcClient
-            clients.append(client_class(stage, context))
+            if stage.engine_type == "ar":
+                clients.append(ARProcClient(stage, context, log_stats, otlp_traces_endpoint))
+            else:
+                clients.append(DiffusionProcClient(stage, context))
         for client in clients:
             client.connect()
     except BaseException:
@@ -87,6 +97,7 @@ class StageProcess(CoreEngineProcManager):
         core_class: type[EngineCoreProc],
         vllm_config: VllmConfig,
         executor_class: type[Executor],
+        log_stats: bool = False,
     ) -> None:
         self._request_shutdown_timeout = 0
         self.manager_stopped = threading.Event()
@@ -110,7 +121,7 @@ class StageProcess(CoreEngineProcManager):
                 "local_client": True,
                 "handshake_address": handshake_address,
                 "executor_class": executor_class,
-                "log_stats": False,
+                "log_stats": log_stats,
             },
         )
         self.processes = [process]
@@ -218,12 +229,29 @@ class ARAsyncLLM(AsyncLLM):
 class ARProcClient(ProcStageClient):
     """A vLLM engine, behind vLLM's own `AsyncLLM`."""
 
-    def __init__(self, stage: StageConfig, context: ForkServerContext) -> None:
+    def __init__(
+        self,
+        stage: StageConfig,
+        context: ForkServerContext,
+        log_stats: bool = False,
+        otlp_traces_endpoint: str = "",
+    ) -> None:
         super().__init__(stage)
         self.model = ARModel(stage.model_path, stage.vllm_config)
+        observability = self.model.vllm_config.observability_config
+        observability.otlp_traces_endpoint = (
+            otlp_traces_endpoint or observability.otlp_traces_endpoint
+        )
+        self._is_traced = observability.otlp_traces_endpoint is not None
+        self._log_stats = log_stats or self._is_traced  # vLLM makes its spans of its stats
         self._executor_class = Executor.get_class(self.model.vllm_config)
         self.process = StageProcess(
-            stage, context, EngineCoreProc, self.model.vllm_config, self._executor_class
+            stage,
+            context,
+            EngineCoreProc,
+            self.model.vllm_config,
+            self._executor_class,
+            self._log_stats,
         )
         self.llm: ARAsyncLLM | None = None
         self._readers: dict[str, asyncio.Task[None]] = {}  # by request id
@@ -233,8 +261,9 @@ class ARProcClient(ProcStageClient):
         self.llm = ARAsyncLLM(
             self.model.vllm_config,
             self._executor_class,
-            log_stats=False,
+            log_stats=self._log_stats,
             log_requests=False,
+            stat_loggers=[make_stat_logger(self.stage.stage_id)] if self._log_stats else None,
             client_addresses=self.process.client_addresses,
         )
         _watch(self.llm.engine_core, self.process)
@@ -247,7 +276,11 @@ class ARProcClient(ProcStageClient):
                 params = make_params(request, llm.model_config)
                 prompt = await render_async(llm.renderer, request)
                 collector = await llm.add_request(
-                    request.request_id, prompt, params, priority=request.priority
+                    request.request_id,
+                    prompt,
+                    params,
+                    priority=request.priority,
+                    trace_headers=request.trace_headers if self._is_traced else None,
                 )
             except VllmEngineDeadError:
                 raise

@@ -161,15 +161,20 @@ class OmniProcessor:
             sampling_params=_with_kind(request.sampling_params, request.output_kind),
             hidden_states="all" if request.hidden_state_output else None,
             priority=request.params.priority,
+            trace_headers=request.trace_headers,
         )
 
     def make_rewrite_request(self, request: OmniRequest, inputs: ProcessedInput) -> ARRequest:
         """What writes a fuller prompt for the picture, in the place of the user's."""
         messages = inputs.messages
         if messages is None:
+            messages = [{"role": "user", "content": _content(inputs)}]
+        if all(message.get("role") != "system" for message in messages):
             instruction = {"role": "system", "content": self._drawing_model.rewrite_instruction}
-            messages = [instruction, {"role": "user", "content": _content(inputs)}]
-        params = request.sampling_params or self._drawing_model.rewrite_sampling_params
+            messages = [instruction, *messages]
+        params = request.sampling_params or {}
+        if isinstance(params, Mapping):
+            params = {**self._drawing_model.rewrite_sampling_params, **params}
         n = params.get("n", 1) if isinstance(params, Mapping) else getattr(params, "n", 1)
         if n != 1:
             raise InvalidParameterError("n", n, "1 where a picture is made of the text")
@@ -178,6 +183,7 @@ class OmniProcessor:
             messages=messages,
             sampling_params=_with_kind(params, request.output_kind),
             priority=request.params.priority,
+            trace_headers=request.trace_headers,
         )
 
     def make_encode_requests(
@@ -197,6 +203,7 @@ class OmniProcessor:
                 sampling_params={"max_tokens": 1, "temperature": 0.0, "detokenize": False},
                 hidden_states="prompt",
                 priority=request.params.priority,
+                trace_headers=request.trace_headers,
             )
             for name, prompt in prompts.items()
         ]

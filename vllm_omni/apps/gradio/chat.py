@@ -70,7 +70,7 @@ class ChatTab:
         self.message.submit(
             self._send, [self.message, self.with_picture], [self.chatbot, self.message], **quiet
         )
-        self.message.stop(self._stop, None, None, queue=False, **quiet)
+        self.message.stop(self._stop, None, None, **quiet)
         gr.on([self.clear.click, self.chatbot.clear], self._clear, None, self.chatbot, **quiet)
 
     # --- events ---

@@ -191,7 +191,7 @@ class DrawTab:
             shown,
             **quiet,
         )
-        self.cancel.click(self._cancel, None, None, queue=False, **quiet)
+        self.cancel.click(self._cancel, None, None, **quiet)
         self.reuse.click(self._get_last_seed, None, self.seed, **quiet)
         self.size.change(
             lambda size: gr.update(visible=size == CUSTOM), self.size, self.custom, **quiet
@@ -254,7 +254,7 @@ class DrawTab:
                     note = "Cancelled."
         except ApiError as error:
             note = str(error)
-        for picture in drawing.pictures:
+        for picture in reversed(drawing.pictures):  # the newest comes first in the gallery
             self.sessions.keep(visit.session, picture)
         if drawing.pictures:
             stage = view.show_pictures(drawing.pictures, self.pictures_url)

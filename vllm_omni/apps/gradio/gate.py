@@ -36,11 +36,7 @@ _POLICY = (
     "style-src 'self' 'unsafe-inline'; object-src 'none'; base-uri 'self'; "
     "form-action 'self'; frame-ancestors 'none'"
 )
-_HEADERS = {
-    "Content-Security-Policy": _POLICY,
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+_HEADERS = {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
 _SESSION_ROUTES = ("/", "/gradio_api/queue/join")  # where a visit begins, or goes on elsewhere
 _SAFE_METHODS = ("GET", "HEAD")
 

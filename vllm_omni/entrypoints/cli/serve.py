@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
+import setproctitle
 import yaml
 
-from vllm_omni import envs
-from vllm_omni.apps.gradio import require_gradio
+from vllm_omni import envs, logs
 from vllm_omni.config import DEMO, DiTConfig, OmniConfig
 from vllm_omni.entrypoints.cli.settings import add_settings, read_settings
 from vllm_omni.entrypoints.openai.config import ServerConfig
+from vllm_omni.entrypoints.openai.listener import open_socket
 from vllm_omni.errors import ConfigError
+from vllm_omni.importing import fast_imports
+from vllm_omni.models.weights import check_weights
+
+_EPILOG = """\
+examples:
+  vllm-omni serve                                    the embedded model, for this machine only
+  vllm-omni serve --ui                               with a page to draw and chat in
+  vllm-omni serve DIR --host 0.0.0.0 --api-key KEY   a checkpoint, for whoever has the key
+"""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """The names of options side by side with what they mean, in lines of a readable length."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=100)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,7 +40,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "serve",
         help="serve a model over HTTP, with OpenAI's API",
+        usage="vllm-omni serve [MODEL] [options]",
         description="Serve a model over HTTP, with OpenAI's API. Ctrl-C ends it.",
+        epilog=_EPILOG,
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument(
         "model",
@@ -58,19 +79,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check what was given, then load and serve."""
+    """Check everything that can be wrong, then load and serve."""
+    # First, so that a key among the arguments is gone from `ps`; and it goes wrong once the
+    # environment has been changed.
+    setproctitle.setproctitle("vllm-omni api")
     settings = read_settings(args, ServerConfig)
-    settings["api_keys"] = (*settings.get("api_keys", ()), *envs.api_keys())
+    settings["api_keys"] = (*settings.get("api_keys", ()), *envs.take_api_keys())
     config = ServerConfig(**settings)
     if config.ui:
-        require_gradio()  # now, not when the model is loaded
+        from vllm_omni.apps.gradio import require_gradio
+
+        require_gradio()
     omni_config = _make_omni_config(args)
+    for stage in omni_config.stage_configs:
+        check_weights(Path(stage.model_path))
+    with open_socket(config) as listener:
+        logs.configure(config.log_format, args.log_level)
+        return asyncio.run(_serve(config, omni_config, listener))
 
-    from vllm_omni.entrypoints.openai import logs
-    from vllm_omni.entrypoints.openai.server import run_server
 
-    logs.configure(config.log_format, args.log_level)
-    return asyncio.run(run_server(config, omni_config))
+async def _serve(config: ServerConfig, omni_config: OmniConfig, listener: socket.socket) -> int:
+    with fast_imports():  # seconds of them: whatever is above has no time to lose
+        from vllm_omni.entrypoints.openai.server import run_server
+
+    return await run_server(config, omni_config, listener)
 
 
 def _make_omni_config(args: argparse.Namespace) -> OmniConfig:
@@ -90,6 +122,8 @@ def _make_omni_config(args: argparse.Namespace) -> OmniConfig:
     return OmniConfig(
         model=args.model,
         mode="process",
+        log_stats=True,
+        otlp_traces_endpoint=getattr(args, "otlp_traces_endpoint", ""),
         seed=args.seed,
         vllm_config=vllm_config or None,
         stage_configs=stages,

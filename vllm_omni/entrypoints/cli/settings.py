@@ -32,27 +32,40 @@ def add_settings(
         kind = types[field.name]
         name = field.name
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
+        assert field.default is not MISSING
+        default = defaults.get(field.name, field.default)
         if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
+            options["action"] = argparse.BooleanOptionalAction if default else "store_true"
         elif get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
         elif kind in (int, float, str):
-            options["type"] = kind
-            options["metavar"] = kind.__name__.upper()
+            options |= {"type": kind, "metavar": _get_metavar(name, kind)}
         elif kind == Sequence[str]:
             name = name.removesuffix("s")
             options |= {"action": "append", "metavar": name.rpartition("_")[2].upper()}
         else:
             continue  # nested settings have no option of their own
-        assert field.default is not MISSING
-        default = defaults.get(field.name, field.default)
         options["help"] = field.metadata["help"]
-        if default not in ("", ()):
-            options["help"] += f"; default: {default}"
+        if default is not False and default not in ("", ()):
+            options["help"] += f"; default: {_show_default(name, default)}"
         heading = field.metadata["group"] or title
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
         groups[heading].add_argument(f"--{name.replace('_', '-')}", **options)
+
+
+def _get_metavar(name: str, kind: type) -> str:
+    """What to write there, in a word; times are the numbers with a fraction."""
+    if name.endswith("_bytes"):
+        return "BYTES"
+    return {int: "N", float: "SECONDS"}.get(kind, name.rpartition("_")[2].upper())
+
+
+def _show_default(name: str, default: Any) -> str:
+    if name.endswith("_bytes"):
+        size, unit = (2**20, "MiB") if default >= 2**20 else (2**10, "KiB")
+        return f"{default} ({default / size:g} {unit})"
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def parse_size(size: str) -> tuple[int, int]:

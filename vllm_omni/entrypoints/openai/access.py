@@ -6,30 +6,37 @@ body; and when the answer is out, a line in the log. Nothing gets past it that i
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
 import hmac
-import logging
+import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from urllib.parse import urlsplit
+from collections.abc import Callable
+from urllib.parse import quote
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.disconnect import CLIENT_CLOSED_REQUEST
-from vllm_omni.entrypoints.openai.errors import APIError
-
-access_logger = logging.getLogger("vllm_omni.access")
+from vllm_omni.entrypoints.openai.errors import APIError, shutting_down
+from vllm_omni.entrypoints.openai.exchange import Answer, limit_body, log_access, say_too_large
+from vllm_omni.entrypoints.openai.listener import is_loopback
 
 REQUEST_ID = "x-request-id"
-OPEN_PREFIX = "/health/"  # probes of a load balancer have no key
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+OPEN_PATHS = ("/health/live", "/health/ready")  # probes of a load balancer have no key
+LARGE_BODIES = ("/v1/chat/completions", "/v1/images/edits", "/ui/")  # pictures may be in them
+MAX_SMALL_BODY = 2**20  # bytes, of all others: what is no picture is parsed in the event loop
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_HOST = re.compile(r"([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 _MAX_LOGGED = 128  # characters of anything that a client chose
+_SAFETY = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "SAMEORIGIN"}
 
 ObserveHTTP = Callable[[str, str, int, float], None]
 """Called with (method, route, status, seconds) when an answer is out."""
@@ -44,8 +51,14 @@ class AccessMiddleware:
         self.app = app
         self.config = config
         self.observe = observe
+        self.is_closing = False  # nothing new is begun
         self._keys = [_digest(key) for key in config.api_keys]
-        self._hosts = {*_LOOPBACK, config.host, *config.allowed_hosts}
+        self._hosts = {name.lower() for name in (*_LOCAL_NAMES, config.host, *config.allowed_hosts)}
+        # Whoever lets everybody in does not know the names they use, unless some were given.
+        self._checks_host = (
+            not config.allow_no_key or bool(config.allowed_hosts) or is_loopback(config.host)
+        )
+        self._open: dict[asyncio.Task[None], Scope] = {}  # requests that are not answered yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -55,30 +68,93 @@ class AccessMiddleware:
         else:  # no route here is a web socket
             await send({"type": "websocket.close", "code": 1008})
 
+    @property
+    def num_working(self) -> int:
+        """Requests that ask for work and are not answered yet."""
+        return sum(scope["method"] == "POST" for scope in self._open.values())
+
+    def answer_all(self) -> None:
+        """End whatever is under way: each is told so."""
+        self.is_closing = True
+        for task in self._open:
+            task.cancel()
+
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = time.monotonic()
+        headers = Headers(scope=scope)
         request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        sent = _Sent(send, request_id)
+        answer = Answer(send, {REQUEST_ID: request_id, **_SAFETY, **self._get_cors(headers)})
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = scope
+        # A route that answers GET answers HEAD too; the server leaves the body out.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
-            self._check(scope)
-            await self.app(scope, self._limit_body(scope, receive), sent)
+            self._check(scope, headers)
+            if self._is_preflight(scope, headers):
+                await _answer_preflight(headers)(scope, receive, answer)
+            else:
+                most, timeout = self._get_max_body(scope), self.config.receive_timeout
+                await self.app(inner, limit_body(receive, answer, most, timeout), answer)
         except APIError as error:
-            await error.to_response()(scope, receive, sent)
+            await error.to_response()(scope, receive, answer)
+        except asyncio.CancelledError:
+            if not self.is_closing:
+                raise
+            await answer.end_with(shutting_down(), scope, receive)
+        except Exception:
+            if not answer.is_complete:
+                raise
+            # It has been logged and answered: see `errors.install`.
         finally:
-            self._log(scope, sent, request_id, time.monotonic() - start)
+            del self._open[task]
+            self._tell(scope, _get_route(inner), answer, request_id, time.monotonic() - start)
 
     # --- who may come in ---
 
-    def _check(self, scope: Scope) -> None:
-        size = sum(len(name) + len(value) for name, value in scope["headers"])
-        if size > self.config.max_header_bytes:
-            most = self.config.max_header_bytes
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        size = len(scope["path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > (most := self.config.max_header_bytes):
             raise APIError(431, f"the headers have {size} bytes: at most {most}")
-        headers = Headers(scope=scope)
+        host = headers.get("host")
+        if host and not _HOST.fullmatch(host):
+            raise APIError(400, "the Host header is no host")
         if not self._keys:
-            self._check_host(headers)
-        elif not scope["path"].startswith(OPEN_PREFIX) and not self._has_key(headers):
+            self._check_host(host or "")
+            self._check_origin(headers)
+        elif scope["path"] not in OPEN_PATHS and not self._is_preflight(scope, headers):
+            self._check_key(headers)
+        length = headers.get("content-length", "0")
+        if not re.fullmatch(r"[0-9]{1,20}", length):
+            raise APIError(400, "Content-Length is not a number")
+        if int(length) > (most := self._get_max_body(scope)):
+            raise APIError(413, say_too_large(most))
+        if self.is_closing and scope["method"] == "POST":
+            raise shutting_down()
+
+    def _check_host(self, host: str) -> None:
+        """Without a key a page of another site must not get in under a name of its own."""
+        name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+        if self._checks_host and name.lower() not in self._hosts:
+            message = "this Host is not answered without an API key: see --allowed-host"
+            raise APIError(403, message, code="host_not_allowed")
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Where a browser would let it in by itself, a page must be one of ours, or allowed."""
+        origin = headers.get("origin")
+        if origin is None or origin in self.config.allowed_origins:
+            return
+        if origin.partition("://")[2] != headers.get("host"):
+            message = "pages of other origins may not call this server: see --allowed-origin"
+            raise APIError(403, message, code="origin_not_allowed")
+
+    def _check_key(self, headers: Headers) -> None:
+        scheme, key = _read_key(headers.get("authorization", ""))
+        given = _digest(key)
+        # All are compared, so that the time says nothing about which one is near.
+        if not any([hmac.compare_digest(given, known) for known in self._keys]):
             # The page is opened by a browser, which asks for a password when it reads this.
             raise APIError(
                 401,
@@ -86,143 +162,82 @@ class AccessMiddleware:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": 'Basic realm="vllm-omni", charset="UTF-8"'},
             )
-        length = headers.get("content-length", "0")
-        if not length.isdecimal():
-            raise APIError(400, "Content-Length is not a number")
-        if int(length) > self.config.max_body_bytes:
-            raise APIError(413, self._too_large)
+        if scheme == "basic":  # a browser sends it along whatever page made the request
+            self._check_origin(headers)
 
-    def _check_host(self, headers: Headers) -> None:
-        """Without a key a page of another site must not get in, by whatever name it comes."""
-        is_open = self.config.allow_no_key
-        if not is_open and _host_of(f"//{headers.get('host', '')}") not in self._hosts:
-            message = "this Host is not answered without an API key: see allowed_hosts"
-            raise APIError(403, message, code="host_not_allowed")
+    # --- pages of other origins ---
+
+    def _is_preflight(self, scope: Scope, headers: Headers) -> bool:
+        """A browser asks first, without a key, whether a page may ask."""
+        return (
+            scope["method"] == "OPTIONS"
+            and headers.get("origin") in self.config.allowed_origins
+            and "access-control-request-method" in headers
+        )
+
+    def _get_cors(self, headers: Headers) -> dict[str, str]:
+        if not self.config.allowed_origins:
+            return {}
         origin = headers.get("origin")
-        if origin is not None and origin not in self.config.allowed_origins:
-            same_host = origin.partition("://")[2] == headers.get("host")
-            if not same_host:
-                message = "pages of other origins may not call this server: see allowed_origins"
-                raise APIError(403, message, code="origin_not_allowed")
-
-    def _has_key(self, headers: Headers) -> bool:
-        given = _digest(_read_key(headers.get("authorization", "")))
-        # All are compared, so that the time says nothing about which one is near.
-        return any([hmac.compare_digest(given, key) for key in self._keys])
+        if origin not in self.config.allowed_origins:
+            return {"Vary": "Origin"}
+        return {
+            "Vary": "Origin",
+            "Access-Control-Allow-Origin": origin or "",
+            "Access-Control-Expose-Headers": f"{REQUEST_ID}, Retry-After",
+        }
 
     # --- how much ---
 
-    @property
-    def _too_large(self) -> str:
-        return f"the body is too large: at most {self.config.max_body_bytes} bytes"
-
-    def _limit_body(self, scope: Scope, receive: Receive) -> Receive:
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self.config.max_body_bytes:
-                raise HTTPException(413, self._too_large)
-            return message
-
-        return limited
+    def _get_max_body(self, scope: Scope) -> int:
+        most = self.config.max_body_bytes
+        return most if scope["path"].startswith(LARGE_BODIES) else min(most, MAX_SMALL_BODY)
 
     # --- what is told of it ---
 
-    def _log(self, scope: Scope, sent: _Sent, request_id: str, seconds: float) -> None:
-        route = scope.get("route")
-        path = getattr(route, "path", "other")
-        # Nobody was there any more to send an answer to.
-        status = sent.status or CLIENT_CLOSED_REQUEST
+    def _tell(
+        self, scope: Scope, route: str, answer: Answer, request_id: str, seconds: float
+    ) -> None:
+        # 0: nobody was there any more to send an answer to.
+        status = answer.status or CLIENT_CLOSED_REQUEST
+        method = scope["method"]
         if self.observe is not None:
-            self.observe(scope["method"], path, status, seconds)
-        client = scope.get("client") or ("-", 0)
-        access_logger.info(
-            "%s %s %d",
-            scope["method"][:_MAX_LOGGED],
-            _clean(scope["path"]),
-            status,
-            extra={
-                "fields": {
-                    "seconds": round(seconds, 4),
-                    "bytes": sent.num_bytes,
-                    "client": client[0],
-                    "request_id": request_id,
-                    **_own_id(scope),
-                }
-            },
-        )
+            self.observe(method if method in _METHODS else "other", route, status, seconds)
+        fields: dict[str, object] = {"seconds": round(seconds, 4), "bytes": answer.num_bytes}
+        if (own_id := Headers(scope=scope).get(REQUEST_ID)) is not None:
+            fields["client_request_id"] = own_id[:_MAX_LOGGED]
+        what = f"{method[:_MAX_LOGGED]} {quote(scope['path'], errors='replace')[:_MAX_LOGGED]}"
+        log_access(what, status, scope.get("client"), request_id, **fields)
 
 
-class _Sent:
-    """Passes an answer on, and remembers what it was."""
-
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send = send
-        self._request_id = request_id
-        self.status = 0
-        self.num_bytes = 0
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            headers[REQUEST_ID] = self._request_id
-            headers.setdefault("X-Content-Type-Options", "nosniff")
-        self.num_bytes += len(message.get("body", b""))
-        await self._send(message)
+def _answer_preflight(headers: Headers) -> Response:
+    """Any header may come: the origin is known, and a key among them is what decides."""
+    allowed = {
+        "Access-Control-Allow-Methods": "GET, POST, DELETE",
+        "Access-Control-Allow-Headers": headers.get("access-control-request-headers", "*"),
+        "Access-Control-Max-Age": "600",
+    }
+    return Response(status_code=204, headers=allowed)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to an address."""
-    return host in _LOOPBACK or host.startswith("127.")
-
-
-def check_exposure(config: ServerConfig) -> str | None:
-    """Why a server may not listen as it is told to; None if it may."""
-    if config.api_keys or config.allow_no_key or is_loopback(config.host):
-        return None
-    return (
-        f"host={config.host!r} can be reached by others, and there is no API key: "
-        "give --api-key, or --allow-no-key if that is meant"
-    )
+def _get_route(scope: Scope) -> str:
+    """The route's pattern: there are few of them, whatever paths clients think of."""
+    path = getattr(scope.get("route"), "path", None)
+    return "other" if path is None else f"{scope.get('root_path', '')}{path}"
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _read_key(authorization: str) -> str:
-    """The key of a Bearer token, or the password of Basic authentication."""
+def _read_key(authorization: str) -> tuple[str, str]:
+    """The scheme, and the key: a Bearer token, or the password of Basic authentication."""
     scheme, _, value = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
     if scheme.lower() == "basic":
         try:
-            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+            value = base64.b64decode(value, validate=True).decode().partition(":")[2]
         except (binascii.Error, UnicodeDecodeError):
-            return ""
-    return ""
-
-
-def _host_of(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
-
-
-def _own_id(scope: Scope) -> dict[str, str]:
-    """The id that the client gave its request: for the log only."""
-    own = Headers(scope=scope).get(REQUEST_ID)
-    return {} if own is None else {"client_request_id": _clean(own)}
-
-
-def _clean(text: str) -> str:
-    """Something that a client chose, safe to put on a line of a log."""
-    return text[:_MAX_LOGGED].encode("unicode_escape", "backslashreplace").decode("ascii")
-
-
-__all__: Sequence[str] = ("AccessMiddleware", "check_exposure", "is_loopback")
+            value = ""
+    elif scheme.lower() != "bearer":
+        value = ""
+    return scheme.lower(), value.strip()

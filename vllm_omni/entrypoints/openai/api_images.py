@@ -11,9 +11,14 @@ from pydantic import BaseModel
 
 from vllm_omni.entrypoints.openai.disconnect import run_until_disconnect
 from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, APIError
-from vllm_omni.entrypoints.openai.event_stream import EVENT_STREAM, start_stream
+from vllm_omni.entrypoints.openai.event_stream import describe_events, start_stream
 from vllm_omni.entrypoints.openai.images import ImageService, ImageTask, StepsDone
-from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, ImagesResponse
+from vllm_omni.entrypoints.openai.protocol import (
+    CompletedEvent,
+    ImageGenerationRequest,
+    ImagesResponse,
+    PartialImageEvent,
+)
 
 
 def make_router(images: ImageService) -> APIRouter:
@@ -24,10 +29,11 @@ def make_router(images: ImageService) -> APIRouter:
         "/v1/images/generations",
         summary="Draw pictures",
         response_model=ImagesResponse,
-        responses={200: {"content": {EVENT_STREAM: {"schema": {"type": "string"}}}}},
+        responses={200: describe_events(PartialImageEvent, CompletedEvent)},
     )
     async def generate(body: ImageGenerationRequest, request: Request) -> Any:
-        task = images.make_task(body, request.state.request_id, get_base_url(request))
+        url = get_base_url(request)
+        task = images.make_task(body, request.state.request_id, url, request.headers)
         if body.stream:
             return await start_stream(request, to_events(images, task))
         return to_response(await run_until_disconnect(request, images.generate(task)))

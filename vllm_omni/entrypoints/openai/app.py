@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
 
 import vllm_omni
 from vllm_omni.apps.gradio import mount_page
 from vllm_omni.engine.async_llm import OmniAsyncLLM
-from vllm_omni.entrypoints.openai import api_images, chat, errors, files, health, jobs, models
-from vllm_omni.entrypoints.openai.access import REQUEST_ID, AccessMiddleware
+from vllm_omni.entrypoints.openai import (
+    api_images,
+    chat,
+    errors,
+    files,
+    health,
+    jobs,
+    metrics,
+    models,
+    timeline,
+)
+from vllm_omni.entrypoints.openai.access import AccessMiddleware
 from vllm_omni.entrypoints.openai.chat import TextService
 from vllm_omni.entrypoints.openai.config import ServerConfig
+from vllm_omni.entrypoints.openai.document import DocumentedAPI
 from vllm_omni.entrypoints.openai.encoding import ImageEncoder
 from vllm_omni.entrypoints.openai.files import FileStore
 from vllm_omni.entrypoints.openai.health import Health
 from vllm_omni.entrypoints.openai.images import ImageService
 from vllm_omni.entrypoints.openai.jobs import JobStore
 from vllm_omni.entrypoints.openai.limits import Admission
+from vllm_omni.entrypoints.openai.metrics import ServerMetrics
+from vllm_omni.entrypoints.openai.timeline import TimelineStore
+from vllm_omni.entrypoints.openai.tracing import Tracer
 from vllm_omni.params import DiffusionParams
+from vllm_omni.timeline import RequestTimeline
 
 
 class OmniApp:
@@ -31,6 +46,11 @@ class OmniApp:
         self.config = config
         self.llm = llm
         self.health = Health(llm)
+        self.metrics = ServerMetrics(llm.stage_configs)
+        self.timelines = TimelineStore()
+        endpoint = config.otlp_traces_endpoint
+        self.tracer = Tracer(endpoint) if endpoint else None
+        self._listen()
         self.images = ImageService(
             config,
             llm,
@@ -38,15 +58,31 @@ class OmniApp:
             Admission(config.max_num_queued),
             ImageEncoder(),
             FileStore(config.url_ttl, config.max_files_bytes),
+            self.tracer,
         )
         self.text = TextService(config, llm, self.images, model_name)
         self.jobs = JobStore(self.images)
         self.api = self._make_api()
         self.page = mount_page(self.api) if config.ui else None
-        self.asgi = self._close_door()
+        self.door = AccessMiddleware(self.api, config, self.metrics.observe_http)
+
+    def _listen(self) -> None:
+        """Have the engine tell what it does."""
+        for client in self.llm.clients:
+            client.on_step = partial(self.metrics.observe_step, client.stage.stage_id)
+        coordinator = self.llm.coordinator
+        coordinator.on_finished = self._note_end
+        self.metrics.track_requests(lambda: coordinator.num_requests)
+
+    def _note_end(self, ended: RequestTimeline) -> None:
+        self.metrics.observe_request(ended)
+        self.timelines.add(ended)
+        if self.tracer is not None:
+            self.tracer.finish(ended)
 
     def _make_api(self) -> FastAPI:
-        api = FastAPI(
+        api = DocumentedAPI(
+            needs_key=bool(self.config.api_keys),
             title="vLLM-omni",
             version=vllm_omni.__version__,
             summary="Models whose answer is more than text, in OpenAI's shapes",
@@ -61,23 +97,14 @@ class OmniApp:
         api.include_router(jobs.make_router(self.jobs))
         api.include_router(files.make_router(self.images.files))
         api.include_router(chat.make_router(self.text))
+        api.include_router(metrics.make_router(self.metrics, self.llm.clients))
+        api.include_router(timeline.make_router(self.timelines))
         return api
-
-    def _close_door(self) -> ASGIApp:
-        asgi: ASGIApp = AccessMiddleware(self.api, self.config)
-        if self.config.allowed_origins:
-            # Outside the door: a browser asks first, without a key, whether it may ask.
-            asgi = CORSMiddleware(
-                asgi,
-                allow_origins=self.config.allowed_origins,
-                allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["Authorization", "Content-Type"],
-                expose_headers=[REQUEST_ID, "Retry-After"],
-            )
-        return asgi
 
     def shutdown(self) -> None:
         """End what nobody waits for any more."""
         self.jobs.shutdown()
         self.text.shutdown()
         self.images.encoder.shutdown()
+        if self.tracer is not None:
+            self.tracer.shutdown()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -22,16 +21,18 @@ from vllm_omni.entrypoints.openai import chat_images, schemas
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.disconnect import run_until_disconnect
 from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, APIError, engine_down
-from vllm_omni.entrypoints.openai.event_stream import EVENT_STREAM, start_stream
+from vllm_omni.entrypoints.openai.event_stream import DONE, describe_events, start_stream
 from vllm_omni.entrypoints.openai.images import ImageService
 from vllm_omni.entrypoints.openai.input_images import ImageReader, InputImage
 from vllm_omni.entrypoints.openai.limits import Admission, check_prompt
 from vllm_omni.entrypoints.openai.protocol import PictureParameters
 from vllm_omni.entrypoints.openai.streams import run_ahead
 from vllm_omni.entrypoints.openai.text_protocol import (
+    ChatChunk,
     ChatCompletion,
     ChatRequest,
     Completion,
+    CompletionChunk,
     CompletionRequest,
     Message,
     TextParameters,
@@ -89,7 +90,7 @@ class TextService:
             events = run_ahead(chat_images.stream(self.images, task, has_usage))
         else:
             fields = _to_fields(body, request_id, messages=messages)
-            events = self._stream(body, self._get_serving().stream_chat(fields))
+            events = run_ahead(self._stream(body, self._get_serving().stream_chat(fields)))
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -107,8 +108,8 @@ class TextService:
     ) -> AsyncGenerator[str, None]:
         """Its events."""
         fields = self._check_completion(body, request_id)
-        events = self._stream(body, self._get_serving().stream_completion(fields))
-        async with aclosing(events):
+        written = self._get_serving().stream_completion(fields)
+        async with aclosing(run_ahead(self._stream(body, written))) as events:
             async for event in events:
                 yield event
 
@@ -143,17 +144,13 @@ class TextService:
     async def _stream(
         self, body: TextParameters, events: AsyncGenerator[str, None]
     ) -> AsyncGenerator[str, None]:
-        end = time.monotonic() + self._get_timeout(body)
-        with self.admission.admit(0):
-            async with aclosing(events):
-                while True:
-                    try:
-                        event = await asyncio.wait_for(anext(events), end - time.monotonic())
-                    except StopAsyncIteration:
-                        return
-                    except TimeoutError as error:
-                        raise _time_is_over() from error
-                    yield event
+        try:
+            async with asyncio.timeout(self._get_timeout(body)), aclosing(events):
+                with self.admission.admit(0):
+                    async for event in events:
+                        yield event
+        except TimeoutError as error:
+            raise _time_is_over() from error
 
     def _get_timeout(self, body: TextParameters) -> float:
         return min(body.timeout or math.inf, self.config.request_timeout)
@@ -175,6 +172,7 @@ class TextService:
             self._check_most(name, getattr(body, name) or 0, self.config.max_tokens)
         self._check_tools(body)
         check_prompt("messages", _get_text(body.messages), self.config)
+        _check_calls(body.messages)
         urls = await self.reader.read(_find_images(body.messages))
         return _to_messages(body.messages, iter(urls))
 
@@ -182,7 +180,8 @@ class TextService:
         self._check(body)
         if body.max_tokens == 0 and not body.echo:
             raise APIError(400, "max_tokens=0 needs echo=true", "max_tokens", "invalid_value")
-        self._check_most("max_tokens", body.max_tokens, self.config.max_tokens)
+        if "max_tokens" in body.model_fields_set:
+            self._check_most("max_tokens", body.max_tokens, self.config.max_tokens)
         num_chars = sum(len(prompt) for prompt in body.prompt)  # or tokens, which have one at least
         check_prompt("prompt", " " * num_chars, self.config)
         prompt = body.prompt if len(body.prompt) > 1 else body.prompt[0]
@@ -251,6 +250,22 @@ def _check_functions(tools: Sequence[Tool]) -> None:
         raise APIError(400, message, "tools", "invalid_value")
 
 
+def _check_calls(messages: Sequence[Message]) -> None:
+    """vLLM reads the arguments of calls, and templates write them: each level is a call."""
+    for i, turn in enumerate(messages):
+        for j, call in enumerate(turn.tool_calls or ()):
+            param = f"messages.{i}.tool_calls.{j}.function.arguments"
+            try:
+                arguments = json.loads(call.function.arguments)
+            except json.JSONDecodeError:
+                continue  # what a model wrote may be no JSON; vLLM takes it as words
+            except (RecursionError, ValueError) as error:
+                message = f"{param}: it is nested too deeply, or a number in it is too long"
+                raise APIError(400, message, param, "invalid_value") from error
+            if isinstance(arguments, dict | list):
+                schemas.check_size(arguments, param)
+
+
 def _to_fields(body: TextParameters, request_id: str, **more: Any) -> dict[str, Any]:
     """What vLLM's requests are made of: what the client said, and nothing it did not."""
     given = body.model_dump(by_alias=True, exclude_unset=True, exclude=_OURS)
@@ -317,15 +332,12 @@ def _time_is_over() -> APIError:
 def make_router(text: TextService) -> APIRouter:
     """The routes that write."""
     router = APIRouter(tags=["text"], responses=ERROR_RESPONSES)
-    stream: dict[int | str, dict[str, Any]] = {
-        200: {"content": {EVENT_STREAM: {"schema": {"type": "string"}}}}
-    }
 
     @router.post(
         "/v1/chat/completions",
         summary="Answer a chat, with words or with words and a picture",
         response_model=ChatCompletion,
-        responses=stream,
+        responses={200: describe_events(ChatChunk, last=DONE)},
     )
     async def chat(body: ChatRequest, request: Request) -> Any:
         request_id = request.state.request_id
@@ -338,7 +350,7 @@ def make_router(text: TextService) -> APIRouter:
         "/v1/completions",
         summary="Go on with a text",
         response_model=Completion,
-        responses=stream,
+        responses={200: describe_events(CompletionChunk, last=DONE)},
     )
     async def complete(body: CompletionRequest, request: Request) -> Any:
         request_id = request.state.request_id

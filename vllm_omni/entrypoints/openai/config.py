@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
@@ -48,7 +49,10 @@ class ServerConfig:
 
     # who
     api_keys: Sequence[str] = setting(
-        (), "key that clients must send; may be given several times (also VLLM_OMNI_API_KEYS)", _WHO
+        (),
+        "key that clients must send; may be given several times (also VLLM_OMNI_API_KEYS)",
+        _WHO,
+        is_secret=True,
     )
     allow_no_key: bool = setting(
         False,
@@ -92,6 +96,12 @@ class ServerConfig:
 
     # how long
     request_timeout: float = setting(600.0, "seconds a request may take; then 504", _TIMES)
+    receive_timeout: float = setting(
+        60.0, "seconds in which a request must have arrived; then 408", _TIMES
+    )
+    send_timeout: float = setting(
+        60.0, "seconds in which a client must read some of its answer; then it is cut off", _TIMES
+    )
     url_ttl: float = setting(3600.0, "seconds for which a picture's url works", _TIMES)
     max_files_bytes: int = setting(
         512 * 2**20, "most bytes of pictures kept for their urls, and as many for jobs", _TIMES
@@ -114,13 +124,18 @@ class ServerConfig:
         for field in fields(self):
             if field.name.startswith("max_") and field.name not in _MAY_BE_0:
                 check_whole(field.name, getattr(self, field.name), 1)
-        for name in ("request_timeout", "url_ttl", "job_timeout", "job_ttl", "shutdown_timeout"):
-            check_seconds(name, getattr(self, name))
+            if field.name.endswith(("_timeout", "_ttl")):
+                check_seconds(field.name, getattr(self, field.name))
         check_choice("log_format", self.log_format, get_args(LogFormat))
         for name in ("api_keys", "allowed_origins", "allowed_hosts"):
             object.__setattr__(self, name, check_each(name, getattr(self, name), str))
-        if any(len(key) < MIN_KEY_CHARS for key in self.api_keys):
-            raise ConfigError("api_keys", "…", f"each has at least {MIN_KEY_CHARS} characters")
+        if not all(re.fullmatch(rf"[!-~]{{{MIN_KEY_CHARS},}}", key) for key in self.api_keys):
+            allowed = f"each has at least {MIN_KEY_CHARS} characters, of ASCII and without spaces"
+            raise ConfigError("api_keys", "…", allowed)
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"https?://[^/*\s]+", origin):
+                allowed = "a scheme and a host, such as https://example.com, and no wildcard"
+                raise ConfigError("allowed_origins", origin, allowed)
 
     def with_defaults(self, params: DiffusionParams) -> ServerConfig:
         """With limits that suit a model, whose own parameters these are, where none were given."""

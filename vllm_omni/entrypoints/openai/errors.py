@@ -3,7 +3,8 @@
 400  the request itself: a value, an unknown parameter, a modality the model does not have
 401  no key, or a wrong one                 403  a Host or Origin that is not answered
 404  no such route, model, job or picture   405  no such method
-413  body too large                         431  headers too large
+408  the body did not arrive in time        413  body too large
+431  headers too large
 429  queue full, with Retry-After           503  engine down or not ready, with Retry-After
 504  the request's time is over             500  a stage failed on this request
 """
@@ -18,6 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from vllm_omni.entrypoints.openai.protocol import ErrorInfo, ErrorResponse
 from vllm_omni.errors import (
@@ -25,6 +27,7 @@ from vllm_omni.errors import (
     EngineError,
     OmniRequestError,
     StageExecutionError,
+    show_value,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         401: "No key, or a wrong one.",
         403: "The Host or Origin is not one this server answers to.",
         404: "No such model, job, request or picture.",
+        408: "The body did not arrive in time.",
         413: "The body is too large.",
         429: "The queue is full; see Retry-After.",
         431: "The headers are too large.",
@@ -57,7 +61,10 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 """What every route may answer with, for the OpenAPI document."""
 
-_MAX_SHOWN = 200  # characters of a value that is said back
+_MAX_SHOWN = 200  # characters of a name that is said back
+
+# pydantic's words for a body that is no object: of another content type, or another kind of JSON.
+_NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 
 
 class APIError(Exception):
@@ -78,10 +85,12 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _make_sayable(message)
+        self.param = None if param is None else _make_sayable(param)
         self.code = code
         self.headers = dict(headers or {})
+        if status == 503:
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER))
 
     @property
     def info(self) -> ErrorInfo:
@@ -104,6 +113,8 @@ def to_api_error(error: Exception) -> APIError:
         return APIError(500, "the model failed on this request", code="stage_execution_error")
     if isinstance(error, OmniRequestError):
         return APIError(400, str(error), getattr(error, "param", None) or None)
+    if isinstance(error, RecursionError):  # nothing of ours is deep
+        return APIError(400, "the body is nested too deeply", code="invalid_json")
     if isinstance(error, EngineError):
         logger.error("the engine is down: %s", error)
         return engine_down()
@@ -113,29 +124,34 @@ def to_api_error(error: Exception) -> APIError:
 
 def engine_down() -> APIError:
     """The answer while a stage that is needed does not work."""
-    return APIError(
-        503,
-        "the engine is not available",
-        code="engine_unavailable",
-        headers={"Retry-After": str(RETRY_AFTER)},
-    )
+    return APIError(503, "the engine is not available", code="engine_unavailable")
+
+
+def shutting_down() -> APIError:
+    """The answer to whoever comes, or is still there, when the server ends."""
+    return APIError(503, "the server is shutting down", code="shutting_down")
 
 
 def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """pydantic's findings: the first one, with the parameter, the value and what is allowed."""
     first = errors[0]
-    path = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
-    param = ".".join(path) or None
-    if first["type"] == "json_invalid":
+    kind, (where, *path) = first["type"], first["loc"]
+    param = ".".join(str(part) for part in path)[:_MAX_SHOWN] or None
+    if kind == "json_invalid":
         return APIError(400, "the body is not valid JSON", code="invalid_json")
-    if first["type"] == "extra_forbidden":
+    if where == "body" and param is None and kind in _NO_OBJECT:
+        message = "the body is no JSON object: send one, with Content-Type: application/json"
+        return APIError(400, message, code="invalid_json")
+    if kind == "extra_forbidden":
         return APIError(400, f"unknown parameter: {param}", param, "unknown_parameter")
-    if first["type"] == "missing":
+    if kind == "missing":
         what = f"missing parameter: {param}" if param else "the body is missing"
         return APIError(400, what, param, "missing_parameter")
-    shown = _show(first.get("input"))
-    name = param or "the body"
-    return APIError(400, f"{name}={shown} is not allowed: {first['msg']}", param, "invalid_value")
+    value = first.get("input")
+    is_plain = value is None or isinstance(value, (str, int, float, list, dict))
+    shown = f"={show_value(value)}" if is_plain else ""
+    message = f"{param or 'the body'}{shown} is not allowed: {first['msg']}"
+    return APIError(400, message, param, "invalid_value")
 
 
 def install(app: FastAPI) -> None:
@@ -148,21 +164,31 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
         message = {
-            404: f"no such route: {request.method} {request.url.path[:_MAX_SHOWN]}",
+            404: f"no such route: {request.method} {request.scope['path'][:_MAX_SHOWN]}",
             405: f"{request.method} is not allowed here",
         }.get(error.status_code, str(error.detail))
-        return APIError(error.status_code, message, headers=error.headers).to_response()
+        headers = {"Allow": _get_methods(request)} if error.status_code == 405 else error.headers
+        return APIError(error.status_code, message, headers=headers).to_response()
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         return to_api_error(error).to_response()
 
-    for kind in (APIError, OmniRequestError, EngineError):
+    # `Exception`, what nobody expected, is raised again by Starlette once it is answered.
+    for kind in (APIError, OmniRequestError, EngineError, RecursionError, Exception):
         app.add_exception_handler(kind, answer)
 
 
-def _show(value: object) -> str:
-    try:
-        shown = repr(value)
-    except ValueError:  # a whole number too long to write down
-        return "a number too long to show"
-    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
+def _get_methods(request: Request) -> str:
+    """All that a path answers to; Starlette names those of the first of its routes."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    if "GET" in methods:
+        methods.add("HEAD")
+    return ", ".join(sorted(methods))
+
+
+def _make_sayable(text: str) -> str:
+    """Without the halves of characters that JSON can name and UTF-8 cannot write."""
+    return text.encode("utf-8", "backslashreplace").decode()

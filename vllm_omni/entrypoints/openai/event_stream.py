@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from vllm_omni.entrypoints.openai.disconnect import run_until_disconnect
@@ -14,6 +16,7 @@ from vllm_omni.entrypoints.openai.errors import to_api_error
 from vllm_omni.entrypoints.openai.protocol import ErrorResponse
 
 EVENT_STREAM = "text/event-stream"
+DONE = "[DONE]"  # the last event of a chat
 
 
 class EventStream(StreamingResponse):
@@ -39,6 +42,29 @@ class EventStream(StreamingResponse):
         # Starlette would leave generators that are not at their end to the garbage collector.
         async with aclosing(self._events), aclosing(self._body):
             await super().__call__(scope, receive, send)
+
+
+def describe_events(*models: type[BaseModel], last: str | None = None) -> dict[str, Any]:
+    """Of a response in the OpenAPI document: events of these models, or an error.
+
+    Args:
+        last: data of the event that ends the stream, if one does.
+    """
+    kinds = [*(model.__name__ for model in models), ErrorResponse.__name__]
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]},
+    }
+    item = {
+        "type": "object",
+        "properties": {
+            "event": {"type": "string"},
+            "data": data if last is None else {"anyOf": [{"const": last}, data]},
+        },
+        "required": ["data"],
+    }
+    return {"content": {EVENT_STREAM: {"itemSchema": item}}}
 
 
 async def start_stream(

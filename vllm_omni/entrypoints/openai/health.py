@@ -20,8 +20,11 @@ logger = logging.getLogger(__name__)
 _WARM_UP_SIDE = 8 * SIZE_MULTIPLE  # pixels
 
 
+Status = Literal["ok", "starting", "stopping", "unavailable"]
+
+
 class HealthReport(BaseModel):
-    status: Literal["ok", "starting", "unavailable"]
+    status: Status
     stages: dict[str, str] = {}  # "ar:0" -> "ok", or what is wrong
 
 
@@ -31,6 +34,7 @@ class Health:
     def __init__(self, llm: OmniAsyncLLM) -> None:
         self.llm = llm
         self.is_warm = False
+        self.is_stopping = False
 
     async def warm_up(self) -> None:
         """One small request of each kind, so that every stage has worked once."""
@@ -83,7 +87,7 @@ def make_router(health: Health) -> APIRouter:
         responses=unavailable,
     )
     async def alive() -> Any:
-        return await _answer(True)
+        return await _answer("ok")
 
     @router.get(
         "/health/ready",
@@ -92,12 +96,13 @@ def make_router(health: Health) -> APIRouter:
         responses=unavailable,
     )
     async def ready() -> Any:
-        return await _answer(health.is_warm)
+        if health.is_stopping:
+            return await _answer("stopping")
+        return await _answer("ok" if health.is_warm else "starting")
 
-    async def _answer(is_warm: bool) -> JSONResponse:
+    async def _answer(status: Status) -> JSONResponse:
         stages = await health.check_stages()
         is_up = all(state == "ok" for state in stages.values())
-        status: Literal["ok", "starting", "unavailable"] = "ok" if is_warm else "starting"
         report = HealthReport(status=status if is_up else "unavailable", stages=stages)
         if report.status == "ok":
             return JSONResponse(report.model_dump())

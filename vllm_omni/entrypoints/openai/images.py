@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import PIL.Image
@@ -32,6 +33,7 @@ from vllm_omni.entrypoints.openai.protocol import (
     TokenDetails,
     Usage,
 )
+from vllm_omni.entrypoints.openai.tracing import Tracer
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.outputs import FinishReason, OmniOutput
 from vllm_omni.params import SIZE_MULTIPLE, DiffusionParams, OutputMode
@@ -81,6 +83,7 @@ class ImageTask:
     params: DiffusionParams  # complete
     cost: int
     base_url: str  # of urls to pictures
+    headers: Mapping[str, str]  # of HTTP
 
     @property
     def size(self) -> str:
@@ -108,6 +111,7 @@ class ImageService:
         admission: Admission,
         encoder: ImageEncoder,
         files: FileStore,
+        tracer: Tracer | None = None,
     ) -> None:
         self.config = config
         self.llm = llm
@@ -115,6 +119,7 @@ class ImageService:
         self.admission = admission
         self.encoder = encoder
         self.files = files
+        self.tracer = tracer
 
     # --- what a body asks for ---
 
@@ -137,8 +142,19 @@ class ImageService:
         check_cost(params, self.config)
         return params
 
-    def make_task(self, body: ImageParameters, request_id: str, base_url: str = "") -> ImageTask:
-        """Everything that can be refused before anything is queued is refused here."""
+    def make_task(
+        self,
+        body: ImageParameters,
+        request_id: str,
+        base_url: str = "",
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> ImageTask:
+        """Everything that can be refused before anything is queued is refused here.
+
+        Args:
+            base_url: of urls to pictures.
+            headers: of HTTP, for a trace that the client may be in.
+        """
         self.check_model(body.model)
         params = self.make_params(body)
         if isinstance(body, ImageGenerationRequest) and body.partial_images:
@@ -151,7 +167,8 @@ class ImageService:
             params=params,
             request_id=request_id,
         )
-        return ImageTask(request, body, params, check_cost(params, self.config), base_url)
+        cost = check_cost(params, self.config)
+        return ImageTask(request, body, params, cost, base_url, headers)
 
     def _read_params(self, body: ImageParameters) -> DiffusionParams:
         steps = body.num_inference_steps
@@ -243,9 +260,12 @@ class ImageService:
 
     async def outputs(self, task: ImageTask, ticket: Ticket) -> AsyncGenerator[OmniOutput, None]:
         """News of a request that has its place in the queue, then the answer, or an error."""
+        if self.tracer is not None:
+            request = task.request
+            request.trace_headers = self.tracer.start(request.request_id, task.headers)
         async with aclosing(self.llm.generate(task.request)) as outputs:
             async for output in outputs:
-                ticket.is_started = ticket.is_started or output.step > 0
+                ticket.note_step(output.step, output.num_steps)
                 yield output
         if output.error is not None:
             raise output.error

@@ -23,20 +23,20 @@ from PIL import Image
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.errors import APIError
 
-# As PIL calls them; the second of JPEG's names is for files that hold a preview too.
+# By PIL's names.
 MEDIA_TYPES = {
     "PNG": "image/png",
     "JPEG": "image/jpeg",
-    "MPO": "image/jpeg",
     "WEBP": "image/webp",
     "GIF": "image/gif",
 }
+_WITH_PREVIEW = "MPO"  # what PIL calls a JPEG of which cameras have put a second one behind
 MIN_SIDE = 8
 """Pixels. Processors take a side of 1 or 3 for the colours."""
 MAX_ASPECT = 100
 """Long side over short side; vision towers refuse more than 200."""
 
-FETCH_TIMEOUT = 10.0  # seconds, from the name to the last byte
+FETCH_TIMEOUT = 10.0  # seconds
 _DATA_URL = re.compile(r"data:([a-z]+/[a-z0-9.+-]+);base64,", re.IGNORECASE)
 _ADDRESS = re.compile(r"[!-\[\]-~]+")  # printable ASCII, but no backslash
 _GLOBAL_V6 = ipaddress.ip_network("2000::/3")  # the rest is local, mapped or reserved
@@ -56,14 +56,19 @@ class ImageReader:
     """Reads the pictures of requests.
 
     Args:
-        is_allowed: which addresses may be fetched from.
+        is_allowed: which addresses may be fetched from; those on the internet.
+        fetch_timeout: seconds, from the name to the last byte.
     """
 
     def __init__(
-        self, config: ServerConfig, is_allowed: Callable[[IPAddress], bool] | None = None
+        self,
+        config: ServerConfig,
+        is_allowed: Callable[[IPAddress], bool] | None = None,
+        fetch_timeout: float = FETCH_TIMEOUT,
     ) -> None:
         self.config = config
         self._is_allowed = is_allowed or is_public
+        self._fetch_timeout = fetch_timeout
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="vllm-omni-reader")
 
     async def read(self, images: list[InputImage]) -> list[str]:
@@ -105,9 +110,12 @@ class ImageReader:
             with Image.open(io.BytesIO(data), formats=[*MEDIA_TYPES]) as opened:
                 self._check_header(image, opened)
                 opened.load()
-                media_type = MEDIA_TYPES[opened.format or ""]
+                media_type = MEDIA_TYPES.get(opened.format or "", "image/jpeg")
         except APIError:
             raise
+        except Image.DecompressionBombError as error:
+            most = self.config.max_input_pixels
+            raise _refuse(image, f"it has more than {most} pixels") from error
         except Exception as error:  # a broken file makes PIL raise anything
             raise _refuse(image, "it is no png, jpeg, webp or gif, or a broken one") from error
         return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
@@ -121,7 +129,7 @@ class ImageReader:
         if short < MIN_SIDE or long > short * MAX_ASPECT:
             allowed = f"each side at least {MIN_SIDE}, and at most {MAX_ASPECT} times the other"
             raise _refuse(image, f"it has {width}x{height} pixels: {allowed}")
-        if opened.format != "MPO" and getattr(opened, "is_animated", False):
+        if opened.format != _WITH_PREVIEW and getattr(opened, "is_animated", False):
             raise _refuse(image, "it is animated: send one of its pictures")
 
     # --- by an address ---
@@ -129,7 +137,7 @@ class ImageReader:
     async def _fetch(self, image: InputImage) -> bytes:
         url = self._parse(image)
         try:
-            async with asyncio.timeout(FETCH_TIMEOUT):
+            async with asyncio.timeout(self._fetch_timeout):
                 address = await self._resolve(image, url)
                 return await self._download(image, url, address)
         except (TimeoutError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:

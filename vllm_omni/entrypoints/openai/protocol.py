@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from vllm_omni.params import MAX_OUTPUTS_PER_PROMPT, MAX_SEED, MAX_SIDE, MAX_STEPS, OutputMode
 
@@ -20,7 +21,9 @@ ResponseFormat = Literal["b64_json", "url"]
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 
 MAX_PARTIAL_IMAGES = 3
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+_MAX_EXACT = 2**53  # a float has all whole numbers up to here
+MAX_PARAMETERS = 100  # of a body; no route has as many
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # no strings, no booleans
 
 
 def _allow_nulls(schema: dict[str, Any]) -> None:
@@ -30,6 +33,15 @@ def _allow_nulls(schema: dict[str, Any]) -> None:
         if name not in schema.get("required", ()) and {"type": "null"} not in choices:
             notes = {key: value.pop(key) for key in ("default", "description") if key in value}
             schema["properties"][name] = {"anyOf": [value, {"type": "null"}], **notes}
+
+
+def _to_whole(value: Any, num_levels: int = 2) -> Any:
+    """1.0 is as whole as 1: the document and some clients' JSON do not tell them apart."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT:
+        return int(value)
+    if isinstance(value, list) and num_levels:  # token ids, or lists of them
+        return [_to_whole(each, num_levels - 1) for each in value]
+    return value
 
 
 class Body(BaseModel):
@@ -45,8 +57,10 @@ class Body(BaseModel):
     def _leave_out_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if len(data) > MAX_PARAMETERS:  # or each gets an error of its own, for seconds
+            raise PydanticCustomError("too_many_parameters", f"at most {MAX_PARAMETERS} parameters")
         return {
-            name: value
+            name: _to_whole(value)
             for name, value in data.items()
             if value is not None or name not in cls.model_fields
         }

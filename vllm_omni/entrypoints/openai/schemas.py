@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_omni.entrypoints.openai.errors import APIError
@@ -47,14 +47,14 @@ _PATTERN = re.compile(
     r"""(?: [^\\()\[\]{}*+?|^$\x00-\x1f\x7f-\U0010ffff]   # a character
           | \\[dDwWsSnrt.\-+*?()\[\]{}|^$/\\]             # an escape
           | \[\^?(?:[^\\\]\[\x00-\x1f\x7f-\U0010ffff]|\\[dDwWsSnrt.\-+*?()\[\]{}|^$/\\])+\]
-          | \((?:\?:)? | \) | \| | \^ | \$
+          | \((?:\?:|(?!\?)) | \) | \| | \^ | \$
           | [*+?] | \{(?:\d{1,3})(?:,\d{0,3})?\} )*""",
     re.VERBOSE,
 )
 _COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
-def check_size(schema: Mapping[str, Any], param: str) -> None:
+def check_size(schema: Mapping[str, Any] | Sequence[Any], param: str) -> None:
     """Refuse a schema that is only shown to the model if it is too large to look at."""
     if _get_depth(schema) > MAX_DEPTH:
         raise _refuse(param, f"it is nested deeper than {MAX_DEPTH} levels")

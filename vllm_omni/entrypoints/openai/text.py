@@ -42,6 +42,7 @@ _LEFT_OUT = {
     "metrics",
 }
 _CHOICES_LEFT_OUT = {"token_ids", "routed_experts", "prompt_logprobs", "prompt_token_ids"}
+_ABOUT_GRAMMAR = re.compile("grammar|JSON schema|regex", re.IGNORECASE)
 _PARAMS = {"input_tokens": "prompt", "input_text": "prompt"}  # vLLM's names -> ours
 
 
@@ -149,14 +150,16 @@ class TextServing:
         param = _PARAMS.get(error.param, error.param)
         if param == "prompt" and "messages" in fields:
             param = "messages"
-        message = re.sub(r" \(parameter=.*\)$", "", error.message, flags=re.DOTALL)
-        if error.code < 500 or error.code == 501:  # 422 and 501 are the request's fault as well
-            return APIError(400, message, param, "invalid_value")
-        if (constraint := _find_constraint(fields)) is not None:
-            # The engine gave up on this request alone: what it was told to write cannot be written.
-            message = f"{constraint} cannot be used: no text was found that follows it"
+        is_refused = error.code < 500 or error.code == 501  # what it cannot do, it was asked for
+        constraint = _find_constraint(fields)
+        # What the engine gives up on after all, with a constraint, is the constraint.
+        if constraint is not None and (not is_refused or _ABOUT_GRAMMAR.search(error.message)):
+            message = f"{constraint} cannot be used: vLLM finds no text that follows it"
             return APIError(400, message, constraint, "invalid_schema")
-        return APIError(500, "the model failed on this request", code="stage_execution_error")
+        if not is_refused:
+            return APIError(500, "the model failed on this request", code="stage_execution_error")
+        message = re.sub(r" \(parameter=.*\)$", "", error.message, flags=re.DOTALL)
+        return APIError(400, message, param, "invalid_value")
 
 
 def _find_constraint(fields: Mapping[str, Any]) -> str | None:

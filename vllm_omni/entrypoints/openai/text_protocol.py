@@ -35,6 +35,7 @@ MAX_PROMPTS = 64
 MAX_CHOICES = 256
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.:-]+$")]
+Words = Annotated[str, Field(max_length=2**24)]  # also: no half of a character
 TokenId = Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)]
 TokenCount = Annotated[StrictInt, Field(ge=1, le=MAX_TOKENS)]
 
@@ -59,7 +60,7 @@ class ContentPart(Body):
     """A piece of a message: words or a picture."""
 
     type: Literal["text", "image_url"]
-    text: str | None = None
+    text: Words | None = None
     image_url: ImageURL | None = None
 
     @model_validator(mode="after")
@@ -79,14 +80,14 @@ def _to_parts(content: Any) -> Any:
 # A list in any case, so that errors name the part that is wrong, and not a branch of a union.
 Content = Annotated[
     list[ContentPart],
-    Field(max_length=MAX_PARTS),
+    Field(min_length=1, max_length=MAX_PARTS),
     BeforeValidator(_to_parts, json_schema_input_type=str | list[ContentPart]),
 ]
 
 
 class FunctionCall(Body):
     name: Name
-    arguments: str = Field(description="JSON, as a string.")
+    arguments: Words = Field(description="JSON, as a string.")
 
 
 class ToolCall(Body):
@@ -143,7 +144,7 @@ class StreamOptions(Body):
 
 class Function(Body):
     name: Name
-    description: str | None = None
+    description: Words | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema.")
     strict: StrictBool | None = Field(
         None, description="Whether the arguments must be as the schema says."
@@ -183,7 +184,7 @@ ToolChoice = Annotated[
 
 class JSONSchema(Body):
     name: Name
-    description: str | None = None
+    description: Words | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: StrictBool | None = None
 
@@ -237,7 +238,7 @@ def _check_logit_bias(bias: dict[str, float]) -> dict[str, float]:
 class TextParameters(Body):
     """What chats and completions have in common."""
 
-    model: str | None = Field(None, description="The served model, or nothing.")
+    model: str | None = Field(None, max_length=256, description="The served model, or nothing.")
     n: StrictInt = Field(1, ge=1, le=128, description="How many answers.")
     stream: StrictBool = Field(False, description="Server-sent events instead of one answer.")
     stream_options: StreamOptions | None = None
@@ -262,7 +263,8 @@ class TextParameters(Body):
     # vLLM's own
     top_k: StrictInt | None = Field(None, ge=0, le=MAX_TOKENS)
     min_p: Finite | None = Field(None, ge=0, le=1)
-    repetition_penalty: Finite | None = Field(None, gt=0, le=10)
+    # Next to 0 it makes numbers that are none of the logits, and any token is as good.
+    repetition_penalty: Finite | None = Field(None, ge=0.01, le=10)
     min_tokens: StrictInt | None = Field(None, ge=0, le=MAX_TOKENS)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     ignore_eos: StrictBool | None = None
@@ -316,12 +318,17 @@ def _to_prompts(prompt: Any) -> Any:
     return prompt
 
 
+def _is_text(prompt: Any) -> bool:
+    """Whether it is a string, of whole characters."""
+    return isinstance(prompt, str) and not any("\ud800" <= char <= "\udfff" for char in prompt)
+
+
 def _check_prompts(prompts: list[Any]) -> list[Any]:
     for prompt in prompts:
         is_tokens = isinstance(prompt, list) and all(
             type(token) is int and 0 <= token <= MAX_TOKENS for token in prompt
         )
-        if not (is_tokens or isinstance(prompt, str)) or not prompt:
+        if not (is_tokens or _is_text(prompt)) or not prompt:
             raise _fail("a string, token ids, or a list of either; none may be empty")
     if len({type(prompt) for prompt in prompts}) > 1:
         raise _fail("strings and token ids cannot be mixed")
@@ -394,3 +401,53 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: TextUsage
+
+
+class CalledFunction(BaseModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CalledTool(BaseModel):
+    """A piece of a call: later ones of the same index go on with its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction | None = None
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    images: list[ImagePart] | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(BaseModel):
+    """What is new in a chat that is streamed."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: TextUsage | None = None
+
+
+class CompletionChunk(BaseModel):
+    """What is new in a completion that is streamed."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TextUsage | None = None

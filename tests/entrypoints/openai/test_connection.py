@@ -1,0 +1,302 @@
+"""The whole app behind its door, over sockets: whatever bytes come, and however slowly."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from socket import AF_INET, SO_RCVBUF, SO_SNDBUF, SOCK_STREAM, SOL_SOCKET, create_server, socket
+
+import httpx
+import pytest
+import uvicorn
+from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
+
+from tests.asking import make_head, open_connection, read_answer, talk
+from tests.inner_server import InnerServer, Served
+from vllm_omni.entrypoints.openai.access import OPEN_PATHS
+from vllm_omni.entrypoints.openai.config import ServerConfig
+from vllm_omni.entrypoints.openai.connection import Connection
+
+KEYS = ("first-key", "second-key")
+
+
+@pytest.fixture(scope="module")
+def guarded(inner: InnerServer) -> Iterator[Served]:
+    """All routes there are, behind keys."""
+    with inner.serve(
+        api_keys=KEYS,
+        max_header_bytes=4096,
+        max_body_bytes=100_000,
+        receive_timeout=2,
+        send_timeout=1,
+    ) as served:
+        yield served
+
+
+def fill_in(path: str) -> str:
+    return path.replace("{model_id:path}", "tiny").replace("{", "").replace("}", "")
+
+
+def test_every_route_needs_a_key(guarded: Served) -> None:
+    routes = [route for route in guarded.app.api.routes if isinstance(route, APIRoute)]
+    asked = {(m, fill_in(route.path)) for route in routes for m in (*route.methods, "HEAD")}
+    assert ("POST", "/v1/images/generations") in asked and ("GET", "/v1/models") in asked
+    others = [getattr(route, "path", "/") for route in guarded.app.api.routes]
+    assert "/openapi.json" in others
+    asked |= {(method, path) for path in others for method in ("GET", "POST", "OPTIONS")}
+    asked |= {("GET", path) for path in ("/ui/", "/ui/config", "/ui/gradio_api/info", "/docs")}
+    for method, path in sorted(asked):
+        got = talk(guarded.port, make_head(method, path))
+        if path in OPEN_PATHS:
+            is_told = method in ("GET", "HEAD")  # "starting" is 503
+            assert got.status in ((200, 503) if is_told else (405,)), path
+        else:
+            assert got.status == 401, path
+
+
+def test_no_upgrade_without_a_key(guarded: Served) -> None:
+    lines = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
+    assert talk(guarded.port, make_head("GET", "/ui/queue/join", *lines, key)).status == 401
+    allowed = f"Authorization: Bearer {KEYS[0]}"
+    assert talk(guarded.port, make_head("GET", "/v1/queue", *lines, key, allowed)).status == 200
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        make_head("GET", "/health/live", "X: " + "a" * 5_000_000),
+        make_head("GET", "/health/live", *(f"X{i}: a" for i in range(100_000))),
+        make_head("GET", "/" + "a" * 100_000),
+        make_head("GET", "/health/live", "X: " + "a" * 5000),
+    ],
+    ids=["one of 5 MB", "a hundred thousand", "the path", "a little over"],
+)
+def test_headers_without_end(guarded: Served, head: bytes) -> None:
+    got = talk(guarded.port, head)
+    assert got.status == 431 and got.error["type"] == "invalid_request_error"
+    assert len(got.headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",  # no Host
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: a\x00b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\n X: folded\r\nbroken\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n",
+        make_head(
+            "POST",
+            "/v1/images/generations",
+            f"Authorization: Bearer {KEYS[0]}",
+            "Content-Type: application/json",
+            "Transfer-Encoding: chunked",
+        )
+        + b"zzz\r\n",
+    ],
+)
+def test_what_is_no_http(guarded: Served, sent: bytes) -> None:
+    got = talk(guarded.port, sent)
+    assert got.status in (400, 501) and got.error["message"] == "this is not valid HTTP"
+    assert talk(guarded.port, make_head("GET", "/health/live")).status == 200
+
+
+def large_post(*lines: str) -> bytes:
+    return make_head(
+        "POST",
+        "/v1/images/generations",
+        f"Authorization: Bearer {KEYS[0]}",
+        "Content-Type: application/json",
+        *lines,
+    )
+
+
+def test_large_body_gets_its_answer_while_it_is_sent(guarded: Served) -> None:
+    got = talk(guarded.port, large_post("Content-Length: 9000000"), b"x" * 9_000_000)
+    assert got.status == 413 and "at most 100000 bytes" in got.error["message"]
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    got = talk(guarded.port, large_post("Transfer-Encoding: chunked"), *[chunk] * 20)
+    assert got.status == 413 and "at most 100000 bytes" in got.error["message"]
+
+
+def test_large_body_that_waits_to_be_asked_is_not_sent(guarded: Served) -> None:
+    head = large_post("Content-Length: 9000000", "Expect: 100-continue")
+    assert talk(guarded.port, head).status == 413
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"GET / HT", make_head("GET", "/")[:-2]], ids=["nothing", "line", "head"]
+)
+def test_request_that_never_comes(guarded: Served, begun: bytes) -> None:
+    with open_connection(guarded.port) as connection:
+        connection.sendall(begun)
+        start = time.monotonic()
+        assert connection.recv(1) == b""
+        assert 1 < time.monotonic() - start < 10
+
+
+def test_body_that_comes_byte_by_byte(guarded: Served) -> None:
+    with open_connection(guarded.port) as connection:
+        connection.sendall(large_post("Content-Length: 1000"))
+        start = time.monotonic()
+        for _ in range(15):
+            connection.sendall(b" ")
+            time.sleep(0.1)
+        got = read_answer(connection)
+        assert got.status == 408 and 1 < time.monotonic() - start < 10
+        assert connection.recv(1) == b""
+
+
+def test_rest_of_a_body_that_was_refused_is_not_read_for_ever(guarded: Served) -> None:
+    with open_connection(guarded.port) as connection:
+        connection.sendall(large_post("Content-Length: 9000000"))
+        assert read_answer(connection).status == 413
+        start = time.monotonic()
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            while time.monotonic() - start < 20:
+                connection.sendall(b"x")
+                time.sleep(0.1)
+        assert 1 < time.monotonic() - start < 10
+
+
+def test_idle_connection_is_kept(guarded: Served) -> None:
+    """Nothing was begun: that is what keep-alive is for."""
+    with open_connection(guarded.port) as connection:
+        for _ in range(2):
+            connection.sendall(make_head("GET", "/health/live"))
+            assert read_answer(connection).status == 200
+            time.sleep(2.5)
+
+
+# --- slow readers, of an app that only sends ---
+
+LARGE = 2**19  # bytes
+
+
+class LargeAnswers:
+    """Sends all it has to whoever asks; knows how many it is still busy with."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_waiting += 1
+        headers = [(b"content-length", str(2 * LARGE).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"x" * LARGE, "more_body": True})
+        await send({"type": "http.response.body", "body": b"x" * LARGE})
+        self.num_waiting -= 1
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[tuple[LargeAnswers, int]]:
+    """An app and its port; clients must read 64 kB within half a second."""
+    app = LargeAnswers()
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, ServerConfig(send_timeout=0.5)),  # type: ignore[arg-type]
+        log_config=None,
+        lifespan="off",
+    )
+    server = uvicorn.Server(config)
+    with create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(SOL_SOCKET, SO_SNDBUF, 2**14)  # the system takes little off its hands
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield app, listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def send_from_afar(port: int, request: bytes) -> socket:
+    """A client whose own system takes in little ahead of it."""
+    connection = socket(AF_INET, SOCK_STREAM)
+    connection.setsockopt(SOL_SOCKET, SO_RCVBUF, 2**14)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(request)
+    return connection
+
+
+def read(connection: socket, num_bytes: int, pause: float, seconds: float = 30) -> int:
+    """How many bytes came, so many at a time, until the end, a cut, or the time was over."""
+    deadline = time.monotonic() + seconds
+    num_read = 0
+    try:
+        while time.monotonic() < deadline and (data := connection.recv(num_bytes)):
+            num_read += len(data)
+            time.sleep(pause)
+            if num_read > 2 * LARGE:  # the head came, too
+                break
+    except ConnectionResetError:
+        pass
+    return num_read
+
+
+@pytest.mark.parametrize(("num_bytes", "pause"), [(1, 1.0), (1000, 0.1)], ids=["1 B/s", "10 kB/s"])
+def test_who_hardly_reads_is_cut_off(
+    large: tuple[LargeAnswers, int], num_bytes: int, pause: float
+) -> None:
+    app, port = large
+    with send_from_afar(port, make_head("GET", "/")) as connection:
+        read(connection, num_bytes, pause, seconds=2)
+        assert app.num_waiting == 0  # it does not hold up whoever was sending
+        assert read(connection, 2**16, 0) < LARGE
+
+
+def test_who_reads_slowly_gets_everything(large: tuple[LargeAnswers, int]) -> None:
+    app, port = large
+    start = time.monotonic()
+    with send_from_afar(port, make_head("GET", "/")) as connection:
+        assert read(connection, 2**13, 0.03) > 2 * LARGE
+    assert app.num_waiting == 0 and time.monotonic() - start > 2  # many times the limit
+
+
+# --- slow readers of pictures ---
+
+STREAM = {
+    "prompt": "a cat",
+    "size": "256x256",
+    "num_inference_steps": 4,
+    "stream": True,
+    "partial_images": 3,
+}
+PICTURE = {"prompt": "a dog", "size": "128x128", "num_inference_steps": 2}
+
+
+def draw(served: Served) -> float:
+    """Seconds that a small picture takes."""
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    url = f"{served.url}/v1/images/generations"
+    response = httpx.post(url, json=PICTURE, headers=headers, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.elapsed.total_seconds()
+
+
+def test_others_do_not_wait_for_a_slow_reader(inner: InnerServer, guarded: Served) -> None:
+    door, admission = guarded.app.door, guarded.app.images.admission
+    alone = max(draw(guarded) for _ in range(3))
+    body = json.dumps(STREAM).encode()
+    request = large_post(f"Content-Length: {len(body)}") + body
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(send_from_afar(guarded.port, request))
+        while inner.look(lambda: admission.num_running) == 0:
+            time.sleep(0.01)
+        beside = draw(guarded)  # after the others, whoever reads them: they are drawn one by one
+        deadline = time.monotonic() + 30
+        while inner.look(lambda: door.num_working) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert inner.look(lambda: (door.num_working, len(admission.tickets))) == (0, 0)
+    assert beside < 10 * alone + 1

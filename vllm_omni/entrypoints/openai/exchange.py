@@ -1,0 +1,91 @@
+"""One request and its answer, as they pass the door: what may come in, and what went out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive, Scope, Send
+
+from vllm_omni.entrypoints.openai.errors import APIError
+from vllm_omni.entrypoints.openai.protocol import ErrorResponse
+
+access_logger = logging.getLogger("vllm_omni.access")
+
+_EVENT_STREAM = "text/event-stream"
+
+
+class Answer:
+    """Passes an answer on, and remembers what it was."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._send = send
+        self._headers = headers  # of every answer
+        self._is_event_stream = False
+        self.status = 0  # 0: not begun
+        self.is_complete = False
+        self.num_bytes = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            self._is_event_stream = headers.get("content-type", "").startswith(_EVENT_STREAM)
+            for name, value in self._headers.items():
+                headers.append(name, value)
+        self.num_bytes += len(message.get("body", b""))
+        await self._send(message)
+        if message["type"] == "http.response.body":
+            self.is_complete = not message.get("more_body", False)
+
+    async def end_with(self, error: APIError, scope: Scope, receive: Receive) -> None:
+        """Answer with an error, or say it at the end of the events that are out."""
+        if not self.status:
+            await error.to_response()(scope, receive, self)
+        elif self._is_event_stream and not self.is_complete:
+            event = f"event: error\ndata: {ErrorResponse(error=error.info).model_dump_json()}\n\n"
+            await self({"type": "http.response.body", "body": event.encode()})
+
+
+def limit_body(receive: Receive, answer: Answer, max_bytes: int, timeout: float) -> Receive:
+    """A body must end within so many bytes and seconds.
+
+    Raises `HTTPException`, which is what FastAPI lets through while it reads a body.
+    """
+    num_bytes, is_read = 0, False
+    deadline = asyncio.get_running_loop().time() + timeout
+
+    def refuse(status: int, message: str) -> Message:
+        if answer.status:  # nothing can be said any more
+            return {"type": "http.disconnect"}
+        raise HTTPException(status, message, {"Connection": "close"} if status == 408 else None)
+
+    async def limited() -> Message:
+        nonlocal num_bytes, is_read
+        if is_read:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            return refuse(408, f"the body did not arrive within {timeout:g} seconds")
+        num_bytes += len(message.get("body", b""))
+        is_read = not message.get("more_body", False)
+        return message if num_bytes <= max_bytes else refuse(413, say_too_large(max_bytes))
+
+    return limited
+
+
+def say_too_large(max_bytes: int) -> str:
+    return f"the body is too large: at most {max_bytes} bytes"
+
+
+def log_access(
+    what: str, status: int, client: tuple[str, int] | None, request_id: str, **fields: object
+) -> None:
+    """The line in the access log."""
+    more = {"request_id": request_id, "client": client[0] if client else "-", **fields}
+    access_logger.info("%s %d", what, status, extra={"fields": more})

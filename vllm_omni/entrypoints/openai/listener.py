@@ -1,0 +1,50 @@
+"""The socket that a server listens on: opened first, before anything that takes long."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from vllm_omni.entrypoints.openai.config import ServerConfig
+from vllm_omni.errors import ConfigError, EngineError
+
+_BACKLOG = 2048
+
+
+def open_socket(config: ServerConfig) -> socket.socket:
+    """Listen at once, so that a port in use is known before any model is loaded."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    # TCP by name: asyncio switches Nagle's algorithm off only where it knows that it is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+        _check_exposure(config, listener.getsockname()[0])
+        listener.listen(_BACKLOG)
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise EngineError(f"cannot listen on {config.host}:{config.port}: {reason}") from error
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can connect to an address; a name is no address."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_exposure(config: ServerConfig, address: str) -> None:
+    """What was bound, not what was written, says who can connect: a name can mean anything."""
+    if not (config.api_keys or config.allow_no_key or is_loopback(address)):
+        raise ConfigError(
+            "host",
+            config.host,
+            f"others can reach {address} and there is no API key: "
+            "give --api-key, or --allow-no-key if that is meant",
+        )
