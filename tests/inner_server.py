@@ -16,7 +16,6 @@ from vllm_omni.engine.async_llm import OmniAsyncLLM
 from vllm_omni.entrypoints.openai.app import OmniApp
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.server import make_uvicorn_config
-from vllm_omni.entrypoints.openai.server import make_uvicorn_config
 
 MODEL = "tiny"
 TIMEOUT = 120.0  # seconds, of anything that is called

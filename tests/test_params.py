@@ -63,7 +63,6 @@ REFUSALS: list[tuple[str, Any, str]] = [
             ("images", "cat.png"),
             ("mask", "mask.png"),
             ("strength", 0.5),
-            ("cache", "on"),
             ("lora", False),
         )
     ],
@@ -171,8 +170,8 @@ def test_any_value_is_taken_or_refused_by_name(param: str, value: Any) -> None:
     try:
         params = DiffusionParams(**{param: value})
     except InvalidParameterError as error:
-        assert error.param == param
-        assert str(error).startswith(f"{param}=")
+        assert error.param.partition(".")[0] == param  # a field of it may be at fault
+        assert str(error).startswith(f"{error.param}=")
     else:
         taken = getattr(params, param)
         assert taken == (tuple(value) if isinstance(value, list) else value)

@@ -173,6 +173,10 @@ class CacheDiTParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     def method(self) -> str:
         return CACHE_DIT
 
+    def to_json(self) -> dict[str, Any]:
+        """What `parse` takes."""
+        return {"method": self.method, "options": self.options}
+
     @property
     def is_pruning(self) -> bool:
         return bool(self.options.get("cache_type") == "DBPrune")

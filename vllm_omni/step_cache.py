@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from vllm_omni.cache_dit_params import CACHE_DIT, CacheDiTParams
@@ -16,6 +15,7 @@ _METHODS = (*get_args(Method), CACHE_DIT)
 
 MAX_COEFFICIENTS = 8
 MAX_CACHE_STEPS = 1000
+MAX_NUMBER = 1e9
 
 _DEFAULT_THRESHOLDS: dict[str, float] = {"first_block": 0.08, "tea": 0.2, "taylor": 0.12}
 
@@ -60,6 +60,10 @@ class StepCacheParams:
             _refuse("coefficients", given, f"1 to {MAX_COEFFICIENTS} numbers")
         object.__setattr__(self, "coefficients", tuple(float(one) for one in given))
 
+    def to_json(self) -> dict[str, Any]:
+        """What `parse_cache` takes."""
+        return asdict(self)
+
 
 CacheParams = StepCacheParams | CacheDiTParams
 """What a request may have: a cache of ours, or Cache-DiT's."""
@@ -84,6 +88,8 @@ def _parse_cache(value: Any) -> CacheParams | None:
         )
     if value.get("method") == CACHE_DIT:
         return CacheDiTParams.parse(value)
+    if "method" not in value:
+        _refuse("method", None, f"one of {', '.join(_METHODS)}")
     names = {field.name for field in fields(StepCacheParams)}
     if unknown := sorted(str(name) for name in set(value) - names):
         _refuse(unknown[0], value.get(unknown[0]), f"only {', '.join(sorted(names))} are known")
@@ -96,7 +102,7 @@ def _refuse(name: str, value: object, allowed: str) -> None:
 
 def _is_number(value: object) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]
+    return is_number and abs(value) <= MAX_NUMBER  # type: ignore[arg-type]
 
 
 def _check_int(name: str, value: object, low: int) -> None:

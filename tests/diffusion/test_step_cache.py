@@ -287,13 +287,21 @@ def test_optional_entries_do_not_push_each_other_out() -> None:
     [
         ("magic", r"cache\.method='magic' is not allowed: one of first_block, tea, taylor"),
         (3, r"cache=3 is not allowed"),
-        ({"treshold": 1}, r"cache\.treshold=1 is not allowed: only coefficients, max_skips"),
-        ({"threshold": -1}, r"cache\.threshold=-1 is not allowed: a number from 0 to 10"),
-        ({"threshold": float("nan")}, r"cache\.threshold=nan"),
-        ({"warmup_steps": True}, r"cache\.warmup_steps=True"),
-        ({"max_skips": 0}, r"cache\.max_skips=0"),
-        ({"order": 3}, r"cache\.order=3 is not allowed: 1 or 2"),
-        ({"coefficients": []}, r"cache\.coefficients=\[\]"),
+        ({}, r"cache\.method=None is not allowed: one of first_block"),
+        (
+            {"method": "tea", "treshold": 1},
+            r"cache\.treshold=1 is not allowed: only coefficients, max_skips",
+        ),
+        ({"method": "tea", "threshold": 10**400}, r"cache\.threshold="),
+        (
+            {"method": "tea", "threshold": -1},
+            r"cache\.threshold=-1 is not allowed: a number from 0 to 10",
+        ),
+        ({"method": "tea", "threshold": float("nan")}, r"cache\.threshold=nan"),
+        ({"method": "tea", "warmup_steps": True}, r"cache\.warmup_steps=True"),
+        ({"method": "tea", "max_skips": 0}, r"cache\.max_skips=0"),
+        ({"method": "tea", "order": 3}, r"cache\.order=3 is not allowed: 1 or 2"),
+        ({"method": "tea", "coefficients": []}, r"cache\.coefficients=\[\]"),
     ],
 )
 def test_what_is_not_allowed_is_named(cache: Any, message: str) -> None:

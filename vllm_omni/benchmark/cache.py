@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL.Image import Image
 
 from vllm_omni.benchmark.plot import COLOURS, STYLE
-from vllm_omni.entrypoints.omni import Omni
+from vllm_omni.outputs import OmniOutput
 from vllm_omni.params import DiffusionParams
 from vllm_omni.step_cache import StepCacheParams
 
@@ -22,6 +22,14 @@ THRESHOLDS: Mapping[str, Sequence[float]] = {
     "taylor": (0.1, 0.15, 0.2, 0.3, 0.4),
 }
 SAME = 100.0  # dB, of pictures that are equal to the last bit
+
+
+class Artist(Protocol):
+    """What draws: an `Omni`."""
+
+    def generate(
+        self, prompts: Sequence[str], params: Sequence[DiffusionParams]
+    ) -> list[OmniOutput]: ...
 
 
 @dataclass(frozen=True)
@@ -49,9 +57,9 @@ class CacheBench:
     """
 
     def __init__(
-        self, omni: Omni, num_blocks: int, prompts: Sequence[str], params: DiffusionParams
+        self, artist: Artist, num_blocks: int, prompts: Sequence[str], params: DiffusionParams
     ) -> None:
-        self.omni = omni
+        self.artist = artist
         self.num_blocks = num_blocks
         self.prompts = prompts
         seed = params.seed or 0
@@ -83,7 +91,7 @@ class CacheBench:
         """Pictures, the part of rows that were skipped, and seconds."""
         start = time.perf_counter()
         params = [replace(one, cache=cache) for one in self.params]
-        outputs = self.omni.generate(self.prompts, params)
+        outputs = self.artist.generate(self.prompts, params)
         seconds = time.perf_counter() - start
         for output in outputs:
             if output.error is not None:

@@ -63,7 +63,8 @@ def test_a_step(metrics: ServerMetrics) -> None:
         "step_tokens_sum": 1200,
         "batch_occupancy_ratio_sum": 1.2,
         "steps_computed_total": 2,
-        "steps_skipped_total": 0,
+        "rows_total": 4,
+        "rows_skipped_total": 0,
         "model_seconds_total": 0.2,
         "prepare_seconds_total": 0.01,
     }

@@ -73,6 +73,7 @@ class OmniApp:
         coordinator = self.llm.coordinator
         coordinator.on_finished = self._note_end
         self.metrics.track_requests(lambda: coordinator.num_requests)
+        self.metrics.track_prompt_cache(coordinator.prompt_cache)
 
     def _note_end(self, ended: RequestTimeline) -> None:
         self.metrics.observe_request(ended)

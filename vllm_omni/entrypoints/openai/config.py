@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from vllm_omni.config import (
     check_choice,
@@ -15,10 +16,12 @@ from vllm_omni.config import (
     check_whole,
     setting,
 )
-from vllm_omni.errors import ConfigError
+from vllm_omni.errors import ConfigError, InvalidParameterError
 from vllm_omni.params import DiffusionParams
+from vllm_omni.step_cache import CacheParams, parse_cache
 
 MIN_KEY_CHARS = 8
+NO_CACHE = "none"
 DEFAULT_COST = 100
 DEFAULT_AREA = 16
 
@@ -111,6 +114,13 @@ class ServerConfig:
     max_jobs: int = setting(1000, "most jobs kept, finished ones included", _TIMES)
     shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM", _TIMES)
 
+    # how it works
+    cache: str = setting(
+        NO_CACHE,
+        "step cache of requests that name none: first_block, tea, taylor, or fields in JSON",
+        _LIMITS,
+    )
+
     # what it says
     log_format: LogFormat = setting("plain", "of log lines", _LOGS)
     otlp_traces_endpoint: str = setting("", "where OpenTelemetry spans go; empty: nowhere", _LOGS)
@@ -127,6 +137,7 @@ class ServerConfig:
             if field.name.endswith(("_timeout", "_ttl")):
                 check_seconds(field.name, getattr(self, field.name))
         check_choice("log_format", self.log_format, get_args(LogFormat))
+        self.read_cache()
         for name in ("api_keys", "allowed_origins", "allowed_hosts"):
             object.__setattr__(self, name, check_each(name, getattr(self, name), str))
         if not all(re.fullmatch(rf"[!-~]{{{MIN_KEY_CHARS},}}", key) for key in self.api_keys):
@@ -136,6 +147,15 @@ class ServerConfig:
             if not re.fullmatch(r"https?://[^/*\s]+", origin):
                 allowed = "a scheme and a host, such as https://example.com, and no wildcard"
                 raise ConfigError("allowed_origins", origin, allowed)
+
+    def read_cache(self) -> CacheParams | None:
+        """The step cache of requests that name none."""
+        given: Any = None if self.cache == NO_CACHE else self.cache
+        try:
+            is_json = given is not None and given.startswith("{")
+            return parse_cache(json.loads(given) if is_json else given)
+        except (ValueError, InvalidParameterError) as error:
+            raise ConfigError("cache", self.cache, str(error)) from error
 
     def with_defaults(self, params: DiffusionParams) -> ServerConfig:
         """With limits that suit a model, whose own parameters these are, where none were given."""

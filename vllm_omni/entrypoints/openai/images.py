@@ -14,7 +14,7 @@ from typing import Any, cast
 import PIL.Image
 
 from vllm_omni.engine.async_llm import OmniAsyncLLM
-from vllm_omni.entrypoints.openai.config import ServerConfig
+from vllm_omni.entrypoints.openai.config import NO_CACHE, ServerConfig
 from vllm_omni.entrypoints.openai.encoding import ImageEncoder
 from vllm_omni.entrypoints.openai.errors import APIError, engine_down
 from vllm_omni.entrypoints.openai.files import FileStore
@@ -120,6 +120,7 @@ class ImageService:
         self.encoder = encoder
         self.files = files
         self.tracer = tracer
+        self._default_cache = config.read_cache()
 
     # --- what a body asks for ---
 
@@ -137,7 +138,8 @@ class ImageService:
         try:
             params = self.llm.processor.complete_params(self._read_params(body))
         except InvalidParameterError as error:
-            param = _BODY_NAMES.get(error.param, error.param)
+            param = error.param.partition(".")[0]
+            param = _BODY_NAMES.get(param, param)
             raise APIError(400, str(error), param, "invalid_value") from error
         check_cost(params, self.config)
         return params
@@ -179,7 +181,8 @@ class ImageService:
         width, height = None, None
         if body.size != "auto":
             width, height = (int(side) for side in body.size.split("x"))
-        given: dict[str, Any] = {"cache": body.cache, "lora": body.lora}
+        cache = self._default_cache if body.cache is None else body.cache
+        given: dict[str, Any] = {"cache": None if cache == NO_CACHE else cache, "lora": body.lora}
         negative = body.negative_prompt
         if body.true_cfg_scale is not None:
             given["true_cfg_scale"] = body.true_cfg_scale
@@ -303,6 +306,8 @@ class ImageService:
             usage=_make_usage(task, output),
             metrics=Metrics(
                 num_steps=metrics.num_steps,
+                num_rows=metrics.num_rows,
+                num_skipped_rows=metrics.num_skipped_rows,
                 queue_time=metrics.queue_time,
                 total_time=metrics.total_time,
             ),
@@ -339,6 +344,8 @@ class ImageService:
         if params.do_true_cfg:
             parameters["negative_prompt"] = params.negative_prompt
             parameters["true_cfg_scale"] = params.true_cfg_scale
+        if params.cache is not None:
+            parameters["cache"] = params.cache.to_json()
         if params.output_mode is not OutputMode.PIXELS:
             parameters["output_mode"] = params.output_mode.value
         return await self.encoder.encode(

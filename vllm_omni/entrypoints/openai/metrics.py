@@ -19,6 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from vllm_omni.ar.stat_logger import VLLM_REGISTRY
 from vllm_omni.config import StageConfig
+from vllm_omni.engine.prompt_cache import PromptCache
 from vllm_omni.engine.stage_client import StageClient
 from vllm_omni.errors import EngineError
 from vllm_omni.outputs import FinishReason, StepStats
@@ -71,7 +72,8 @@ class ServerMetrics:
         self.step_tokens.labels(stage).observe(stats.num_tokens)
         self.occupancy.labels(stage).observe(stats.occupancy)
         self.computed.labels(stage).inc(stats.num_computed_steps)
-        self.skipped.labels(stage).inc(stats.num_skipped_steps)
+        self.rows.labels(stage).inc(stats.num_rows)
+        self.skipped.labels(stage).inc(stats.num_skipped_rows)
         self.model_seconds.labels(stage).inc(stats.model_time)
         self.prepare_seconds.labels(stage).inc(stats.prepare_time)
 
@@ -107,6 +109,13 @@ class ServerMetrics:
     def track_requests(self, get_num_requests: Callable[[], int]) -> None:
         """Where to ask how many requests are on their way."""
         self.in_progress.set_function(get_num_requests)
+
+    def track_prompt_cache(self, cache: PromptCache) -> None:
+        """Where to ask for hits, misses and bytes."""
+        self.prompt_hits.set_function(lambda: cache.num_hits)
+        self.prompt_misses.set_function(lambda: cache.num_misses)
+        self.prompt_evictions.set_function(lambda: cache.num_evictions)
+        self.prompt_bytes.set_function(lambda: cache.used_bytes)
 
     def set_stage_up(self, stage_id: int, is_up: bool) -> None:
         """Whether a stage works; one that was down and works again has been restarted."""
@@ -175,6 +184,11 @@ class ServerMetrics:
         self.in_progress = gauge(
             "vllm_omni_requests_in_progress", "Requests in any stage, or between two"
         )
+        # Gauges, as they are read from the cache itself; they only grow, but for the bytes.
+        self.prompt_hits = gauge("vllm_omni_prompt_cache_hits", "Prompts found encoded")
+        self.prompt_misses = gauge("vllm_omni_prompt_cache_misses", "Prompts that were encoded")
+        self.prompt_evictions = gauge("vllm_omni_prompt_cache_evictions", "Prompts given up")
+        self.prompt_bytes = gauge("vllm_omni_prompt_cache_bytes", "Hidden states that are kept")
         self.memory = gauge(
             "vllm_omni_memory_bytes",
             "GPU memory of a worker; its resident memory where there is no GPU",
@@ -199,7 +213,8 @@ class ServerMetrics:
             buckets=OCCUPANCY_BUCKETS,
         )
         self.computed = counter("vllm_omni_steps_computed", "Denoising steps of requests")
-        self.skipped = counter("vllm_omni_steps_skipped", "Of those, taken by a cache")
+        self.rows = counter("vllm_omni_rows", "Guidance branches of those steps")
+        self.skipped = counter("vllm_omni_rows_skipped", "Of the rows, taken by a step cache")
         self.model_seconds = counter(
             "vllm_omni_model_seconds", "Time inside the networks: what is left is the engine's own"
         )

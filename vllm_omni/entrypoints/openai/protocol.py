@@ -127,7 +127,14 @@ class ImageParameters(PictureParameters):
     rewrite_prompt: StrictBool = Field(
         False, description="Let the model write a fuller prompt first; it is the revised_prompt."
     )
-    cache: Any = Field(None, description="Not supported yet.")
+    cache: Any = Field(
+        None,
+        description=(
+            'The step cache: a method ("first_block", "tea", "taylor"), an object with its fields, '
+            'such as {"method": "tea", "threshold": 0.2}, or "none"; without it, the server\'s own.'
+        ),
+        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]},
+    )
     lora: Any = Field(None, description="Not supported yet.")
 
 
@@ -170,6 +177,8 @@ class Metrics(BaseModel):
     """Where the time went, in seconds."""
 
     num_steps: int
+    num_rows: int  # of these steps: two for a guided one
+    num_skipped_rows: int  # of the rows, taken by the step cache
     queue_time: float
     total_time: float
 
