@@ -142,7 +142,7 @@ def test_open_tabs_do_not_hold_up_a_shutdown(browser: Browser, keyed_server: Ser
     ) as page:
         start = time.monotonic()
         assert keyed_server.stop() == 0
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 25  # less than it gives to requests
         status = page.locator("#header .status")
         expect(status).to_have_text("The server does not answer.")
     assert re.search("error|Traceback", keyed_server.log.read_text(), re.IGNORECASE) is None

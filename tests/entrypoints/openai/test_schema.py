@@ -71,7 +71,7 @@ def _tell(recorder: Any, case_id: str, check: Any) -> str:
 
 
 @schemathesis.check
-def is_answered_well(ctx: CheckContext, response: Response, case: Case) -> None:
+def is_answered_well(ctx: CheckContext, response: Response, case: Case[Any]) -> None:
     """Every error is OpenAI's error object, and nothing else."""
     if response.status_code < 400:
         return
@@ -83,7 +83,7 @@ def is_answered_well(ctx: CheckContext, response: Response, case: Case) -> None:
 
 
 @schemathesis.check
-def streams_well(ctx: CheckContext, response: Response, case: Case) -> None:
+def streams_well(ctx: CheckContext, response: Response, case: Case[Any]) -> None:
     """No error of ours hides in a stream, and every stream ends as such streams do."""
     content_type = response.headers.get("content-type", [""])[0]
     if not content_type.startswith("text/event-stream"):
@@ -98,18 +98,18 @@ def streams_well(ctx: CheckContext, response: Response, case: Case) -> None:
         assert json.loads(data[-1])["type"] == "image_generation.completed"
 
 
-def _check_error(content: bytes, case: Case) -> dict[str, Any]:
+def _check_error(content: bytes, case: Case[Any]) -> dict[str, Any]:
     answer = json.loads(content)
     assert set(answer) == {"error"}, answer
     error: dict[str, Any] = answer["error"]
     assert set(error) == {"message", "type", "param", "code"}, error
-    sent = f"{case.path_parameters} {case.query} {case.body}"  # what was sent may be said back
+    sent = f"{case.path_parameters} {case.query} {case.body!r}"  # what was sent may be said back
     leaks = [found for found in LEAKS.finditer(content.decode()) if found[0] not in sent]
     assert error["message"] and not leaks, error
     return error
 
 
-def _has_timeout(case: Case) -> bool:
+def _has_timeout(case: Case[Any]) -> bool:
     return isinstance(case.body, dict) and case.body.get("timeout") is not None
 
 

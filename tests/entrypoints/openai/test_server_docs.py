@@ -12,7 +12,7 @@ import pytest
 from tests.inner_server import Served
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES
-from vllm_omni.entrypoints.openai.images import QUALITY_STEPS, get_quality
+from vllm_omni.entrypoints.openai.image_params import QUALITY_STEPS, get_quality
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, Quality
 
 PAGE = (Path(__file__).parents[3] / "docs" / "server.md").read_text()

@@ -14,7 +14,7 @@ import pytest
 from tests.inner_server import InnerServer, Served
 from tests.pictures import draw, get_difference, open_picture, read_pixels
 from tests.serving import ServerProcess
-from vllm_omni.entrypoints.openai.images import get_preview_period
+from vllm_omni.entrypoints.openai.image_params import get_preview_period
 from vllm_omni.entrypoints.openai.protocol import CompletedEvent, PartialImageEvent
 
 CIRCLE = "a large red circle in the center on a white background"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -64,19 +63,10 @@ class Page:
     uploads: tempfile.TemporaryDirectory[str]  # where Gradio puts files for a moment
     sessions: Sessions = field(default_factory=Sessions)
     client: httpx.AsyncClient = field(default_factory=make_client)
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def stop(self) -> None:
-        """Wait for what visitors wait for, then let go of their browsers.
-
-        Each tab holds a connection open for as long as it can.
-        """
-        try:
-            while self.sessions.is_any_running:
-                await asyncio.sleep(0.1)
-        finally:
-            self.stopped.set()
-            self.uploads.cleanup()
+    def close(self) -> None:
+        """Leave no files behind."""
+        self.uploads.cleanup()
 
 
 class PageGate:
@@ -98,7 +88,7 @@ class PageGate:
             await answer(scope, receive, send)
             return
         scope.setdefault("state", {})["page_visit"] = visit
-        await self.app(scope, self._until_stopped(receive), send)
+        await self.app(scope, receive, send)
 
     # --- who it is ---
 
@@ -138,21 +128,6 @@ class PageGate:
     def _is_upload(self, path: str) -> bool:
         """Whether it is one of the files that visitors are about to send."""
         return path.startswith(f"/gradio_api/file={self.page.uploads.name}/") and ".." not in path
-
-    def _until_stopped(self, receive: Receive) -> Receive:
-        """Gradio keeps a connection open to every tab, which must not hold up a shutdown."""
-
-        async def receive_or_leave() -> Message:
-            stopped = asyncio.ensure_future(self.page.stopped.wait())
-            received = asyncio.ensure_future(receive())
-            try:
-                await asyncio.wait({stopped, received}, return_when=asyncio.FIRST_COMPLETED)
-                return received.result() if received.done() else {"type": "http.disconnect"}
-            finally:
-                stopped.cancel()
-                received.cancel()
-
-        return receive_or_leave
 
 
 async def _get_status(visit: Visit) -> Response:

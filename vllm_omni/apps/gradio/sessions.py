@@ -90,11 +90,6 @@ class Sessions:
         self._kept: dict[str, tuple[Session, int]] = {}  # picture's id -> whose, bytes
         self._num_bytes = 0
 
-    @property
-    def is_any_running(self) -> bool:
-        """Whether somebody waits for something."""
-        return any(session.running for session in self._sessions.values())
-
     def find(self, session_id: str | None) -> Session | None:
         """A session by the id in its cookie; it is now the last one seen."""
         session = self._sessions.pop(session_id or "", None)

@@ -107,5 +107,7 @@ class OmniApp:
         self.jobs.shutdown()
         self.text.shutdown()
         self.images.encoder.shutdown()
+        if self.page is not None:
+            self.page.close()
         if self.tracer is not None:
             self.tracer.shutdown()

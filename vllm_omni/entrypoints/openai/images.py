@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import PIL.Image
 
 from vllm_omni.engine.async_llm import OmniAsyncLLM
-from vllm_omni.entrypoints.openai.config import NO_CACHE, ServerConfig
+from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.encoding import ImageEncoder
 from vllm_omni.entrypoints.openai.errors import APIError, engine_down
 from vllm_omni.entrypoints.openai.files import FileStore
+from vllm_omni.entrypoints.openai.image_params import (
+    BODY_NAMES,
+    check_output,
+    get_preview_period,
+    get_quality,
+    read_params,
+    write_body,
+)
 from vllm_omni.entrypoints.openai.limits import Admission, Ticket, check_cost, check_prompt
 from vllm_omni.entrypoints.openai.protocol import (
     CompletedEvent,
-    DrawnQuality,
     Image,
     ImageGenerationRequest,
     ImageJobRequest,
@@ -29,35 +35,15 @@ from vllm_omni.entrypoints.openai.protocol import (
     ImagesResponse,
     Metrics,
     PartialImageEvent,
-    Quality,
     TokenDetails,
     Usage,
 )
+from vllm_omni.entrypoints.openai.streams import run_ahead
 from vllm_omni.entrypoints.openai.tracing import Tracer
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.outputs import FinishReason, OmniOutput
-from vllm_omni.params import SIZE_MULTIPLE, DiffusionParams, OutputMode
+from vllm_omni.params import SIZE_MULTIPLE, DiffusionParams
 from vllm_omni.request import OmniRequest
-
-QUALITY_STEPS: dict[DrawnQuality, float] = {
-    "low": 0.5,
-    "medium": 1.0,
-    "high": 1.5,
-    "xhigh": 2.0,
-    "max": 3.0,
-}
-"""How many steps, times the model's own number."""
-
-_OTHER_NAMES: dict[Quality, DrawnQuality] = {"auto": "medium", "standard": "medium", "hd": "high"}
-
-# Names in `DiffusionParams` -> names in a body, for error messages.
-_BODY_NAMES = {
-    "height": "size",
-    "width": "size",
-    "num_outputs_per_prompt": "n",
-    "deadline": "timeout",
-}
-_NO_NEGATIVE = " "  # diffusers' own choice for guidance without a negative prompt
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
@@ -134,12 +120,16 @@ class ImageService:
         """Complete parameters, within this server's limits."""
         check_prompt("prompt", body.prompt, self.config)
         check_prompt("negative_prompt", body.negative_prompt, self.config)
-        _check_output(body)
+        check_output(body)
+        complete, is_job = self.llm.processor.complete_params, isinstance(body, ImageJobRequest)
+        default_steps = complete(DiffusionParams()).num_inference_steps
+        assert default_steps
+        longest = self.config.job_timeout if is_job else self.config.request_timeout
         try:
-            params = self.llm.processor.complete_params(self._read_params(body))
+            params = complete(read_params(body, default_steps, self._default_cache, longest))
         except InvalidParameterError as error:
-            param = error.param.partition(".")[0]
-            param = _BODY_NAMES.get(param, param)
+            param = error.param.partition(".")[0]  # of which a field may be at fault
+            param = BODY_NAMES.get(param, param)
             raise APIError(400, str(error), param, "invalid_value") from error
         check_cost(params, self.config)
         return params
@@ -172,37 +162,6 @@ class ImageService:
         cost = check_cost(params, self.config)
         return ImageTask(request, body, params, cost, base_url, headers)
 
-    def _read_params(self, body: ImageParameters) -> DiffusionParams:
-        steps = body.num_inference_steps
-        if steps is None:
-            default = self.llm.processor.complete_params(DiffusionParams()).num_inference_steps
-            assert default
-            steps = max(1, round(default * QUALITY_STEPS[get_quality(body)]))
-        width, height = None, None
-        if body.size != "auto":
-            width, height = (int(side) for side in body.size.split("x"))
-        cache = self._default_cache if body.cache is None else body.cache
-        given: dict[str, Any] = {"cache": None if cache == NO_CACHE else cache, "lora": body.lora}
-        negative = body.negative_prompt
-        if body.true_cfg_scale is not None:
-            given["true_cfg_scale"] = body.true_cfg_scale
-            if body.true_cfg_scale > 1 and negative is None:
-                negative = _NO_NEGATIVE
-        is_job = isinstance(body, ImageJobRequest)
-        longest = self.config.job_timeout if is_job else self.config.request_timeout
-        return DiffusionParams(
-            height=height,
-            width=width,
-            num_inference_steps=steps,
-            negative_prompt=negative,
-            seed=body.seed,
-            num_outputs_per_prompt=body.n,
-            output_mode=body.output_mode,
-            priority=body.priority,
-            deadline=min(body.timeout or math.inf, longest),
-            **given,
-        )
-
     # --- the way to an answer ---
 
     async def generate(self, task: ImageTask) -> ImagesResponse:
@@ -220,45 +179,31 @@ class ImageService:
                     progress(output.step, output.num_steps)
         return await self._make_response(task, output)
 
-    async def stream(self, task: ImageTask) -> AsyncGenerator[Event, None]:
-        """Previews while they form, then the pictures.
+    def stream(self, task: ImageTask) -> AsyncGenerator[Event, None]:
+        """Previews while they form, then the pictures; a slow reader does not hold its place."""
+        return run_ahead(self._draw(task))
 
-        They are drawn in a task of their own: a slow reader holds no place in the queue.
-        """
-        events: asyncio.Queue[Event | None] = asyncio.Queue()
-        drawing = asyncio.create_task(self._draw(task, events))
-        drawing.add_done_callback(lambda _: events.put_nowait(None))
-        try:
-            while (event := await events.get()) is not None:
-                yield event
-            drawing.result()  # raises what went wrong
-        finally:
-            drawing.cancel()
-            await asyncio.gather(drawing, return_exceptions=True)
-
-    async def _draw(self, task: ImageTask, events: asyncio.Queue[Event | None]) -> None:
+    async def _draw(self, task: ImageTask) -> AsyncGenerator[Event, None]:
         assert isinstance(task.body, ImageGenerationRequest)
         num_shown = [0] * task.params.num_outputs_per_prompt  # previews, by picture
         with self.admission.admit(task.cost) as ticket:
             async with aclosing(self.outputs(task, ticket)) as outputs:
                 async for output in outputs:
                     if output.step and not output.finished:
-                        events.put_nowait(StepsDone(output.step, output.num_steps))
+                        yield StepsDone(output.step, output.num_steps)
                     index = output.preview_index
                     if output.preview is not None and num_shown[index] < task.body.partial_images:
-                        events.put_nowait(await self._make_partial(task, output, num_shown[index]))
+                        yield await self._make_partial(task, output, num_shown[index])
                         num_shown[index] += 1
             response = await self._make_response(task, output)
         for index, image in enumerate(response.data):
-            events.put_nowait(
-                CompletedEvent(
-                    **image.model_dump(),
-                    **task.looks,
-                    image_index=index,
-                    created_at=response.created,
-                    usage=response.usage,
-                    metrics=response.metrics,
-                )
+            yield CompletedEvent(
+                **image.model_dump(),
+                **task.looks,
+                image_index=index,
+                created_at=response.created,
+                usage=response.usage,
+                metrics=response.metrics,
             )
 
     async def outputs(self, task: ImageTask, ticket: Ticket) -> AsyncGenerator[OmniOutput, None]:
@@ -334,54 +279,11 @@ class ImageService:
         revised_prompt: str | None = None,
     ) -> bytes:
         """A picture as the file that was asked for; a PNG holds what makes it again."""
-        parameters: dict[str, Any] = {
-            "model": self.model_name,
-            "prompt": revised_prompt or body.prompt,
-            "size": f"{params.width}x{params.height}",
-            "num_inference_steps": params.num_inference_steps,
-            "seed": seed,
-        }
-        if params.do_true_cfg:
-            parameters["negative_prompt"] = params.negative_prompt
-            parameters["true_cfg_scale"] = params.true_cfg_scale
-        if params.cache is not None:
-            parameters["cache"] = params.cache.to_json()
-        if params.output_mode is not OutputMode.PIXELS:
-            parameters["output_mode"] = params.output_mode.value
+        prompt = revised_prompt or body.prompt
+        parameters = write_body(self.model_name, prompt, params, seed)
         return await self.encoder.encode(
             image, body.output_format, body.output_compression, parameters
         )
-
-
-def get_quality(body: ImageParameters) -> DrawnQuality:
-    """The quality that is meant."""
-    return _OTHER_NAMES.get(body.quality) or cast(DrawnQuality, body.quality)
-
-
-def get_preview_period(num_steps: int, num_previews: int) -> int:
-    """Steps from preview to preview: evenly spread, and as many as there can be."""
-    return min(math.ceil(num_steps / (num_previews + 1)), max(1, (num_steps - 1) // num_previews))
-
-
-def _check_output(body: ImageParameters) -> None:
-    """Refuse combinations that no picture can be given in."""
-    if body.background == "transparent":
-        message = "background='transparent' is not supported by this model: opaque or auto"
-        raise APIError(400, message, "background", "invalid_value")
-    if body.output_mode.has_latents:
-        message = f"output_mode={body.output_mode.value!r}: over HTTP, pixels or pixels_and_mask"
-        raise APIError(400, message, "output_mode", "invalid_value")
-    if body.output_mode.has_mask and body.output_format == "jpeg":
-        message = "output_format='jpeg' cannot hold a mask: png or webp"
-        raise APIError(400, message, "output_format", "invalid_value")
-    if body.output_format == "png" and body.output_compression != 100:
-        message = (
-            f"output_compression={body.output_compression} is for jpeg and webp: png has no loss"
-        )
-        raise APIError(400, message, "output_compression", "invalid_value")
-    if isinstance(body, ImageGenerationRequest) and body.partial_images and not body.stream:
-        message = f"partial_images={body.partial_images} needs stream=true"
-        raise APIError(400, message, "partial_images", "invalid_value")
 
 
 def _make_usage(task: ImageTask, output: OmniOutput) -> Usage:

@@ -96,7 +96,9 @@ class PictureParameters(Body):
     true_cfg_scale: Finite | None = Field(
         None, ge=0, le=100, description="Guidance; above 1 it is on, and a step costs twice."
     )
-    priority: StrictInt = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower goes first.")
+    priority: StrictInt = Field(
+        0, ge=-(2**31), le=2**31 - 1, description="Lower goes first, if the policy is priority."
+    )
     output_mode: OutputMode = Field(
         OutputMode.PIXELS, description="Only pixels and pixels_and_mask can be had over HTTP."
     )

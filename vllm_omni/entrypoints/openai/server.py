@@ -138,13 +138,3 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(_PERIOD)
         self.app.door.answer_all()
         self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let go of the page's visitors while requests end: each tab holds a connection open."""
-        page = self.app.page
-        stopping = asyncio.ensure_future(page.stop() if page else asyncio.sleep(0))
-        try:
-            await super().shutdown(sockets)
-        finally:
-            stopping.cancel()
-            await asyncio.gather(stopping, return_exceptions=True)
