@@ -26,6 +26,11 @@ def log_format() -> tuple[str, str] | None:
     return (log_format, level) if level else None
 
 
+def set_socket_folder(folder: str) -> None:
+    """Where vLLM puts the sockets between processes; it does not take them away itself."""
+    os.environ["VLLM_RPC_BASE_PATH"] = folder
+
+
 def api_key() -> str | None:
     """VLLM_OMNI_API_KEY: what a client of a server that has keys sends."""
     return os.environ.get("VLLM_OMNI_API_KEY") or None

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
+import os
+import signal
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
 import setproctitle
 import yaml
@@ -19,6 +25,8 @@ from vllm_omni.entrypoints.openai.listener import open_socket
 from vllm_omni.errors import ConfigError
 from vllm_omni.importing import fast_imports
 from vllm_omni.models.weights import check_weights
+
+INTERRUPTED = 130  # the exit code of a command that was ended before it could do anything
 
 _EPILOG = """\
 examples:
@@ -93,16 +101,39 @@ def run(args: argparse.Namespace) -> int:
     omni_config = _make_omni_config(args)
     for stage in omni_config.stage_configs:
         check_weights(Path(stage.model_path))
-    with open_socket(config) as listener:
-        logs.configure(config.log_format, args.log_level)
-        return asyncio.run(_serve(config, omni_config, listener))
+    try:
+        with open_socket(config) as listener, TemporaryDirectory(prefix="vllm-omni-") as folder:
+            envs.set_socket_folder(folder)
+            logs.configure(config.log_format, args.log_level)
+            return _serve(config, omni_config, listener)
+    finally:
+        if args.is_shell:
+            atexit._run_exitfuncs()  # they take away what Python's processes have on disk
 
 
-async def _serve(config: ServerConfig, omni_config: OmniConfig, listener: socket.socket) -> int:
-    with fast_imports():  # seconds of them: whatever is above has no time to lose
+def _serve(config: ServerConfig, omni_config: OmniConfig, listener: socket.socket) -> int:
+    # Until the server runs and handles signals itself, they end this command on the spot. An error
+    # in the middle of an import could be taken for its own by whoever imports.
+    with _on_signals(lambda: os._exit(INTERRUPTED)), fast_imports():
         from vllm_omni.entrypoints.openai.server import run_server
+    with _on_signals(_interrupt):
+        return asyncio.run(run_server(config, omni_config, listener))
 
-    return await run_server(config, omni_config, listener)
+
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _on_signals(function: Callable[[], NoReturn]) -> Iterator[None]:
+    """What SIGTERM and Ctrl-C do for a while."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {one: signal.signal(one, lambda signum, frame: function()) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _make_omni_config(args: argparse.Namespace) -> OmniConfig:

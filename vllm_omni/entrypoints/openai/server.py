@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import uvicorn
 
@@ -33,8 +31,7 @@ _PERIOD = 0.05  # seconds between looks at what is still under way
 
 async def run_server(config: ServerConfig, omni_config: OmniConfig, listener: socket.socket) -> int:
     """Load, serve until a signal comes, and let go; the answer is the exit code."""
-    with _signals_end_loading():
-        llm = OmniAsyncLLM(omni_config)
+    llm = OmniAsyncLLM(omni_config)
     try:
         app = OmniApp(config, llm, get_model_name(config, omni_config))
         try:
@@ -70,21 +67,6 @@ async def _serve(app: OmniApp, listener: socket.socket) -> None:
         ending.cancel()
         server.should_exit = True
         await serving
-
-
-@contextmanager
-def _signals_end_loading() -> Iterator[None]:
-    """While a model is loaded the event loop does not run, so that nobody else would notice."""
-
-    def end(signum: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = {one: signal.signal(one, end) for one in _SIGNALS}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 def make_uvicorn_config(app: OmniApp) -> uvicorn.Config:
