@@ -24,6 +24,7 @@ from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.listener import open_socket
 from vllm_omni.errors import ConfigError
 from vllm_omni.importing import fast_imports
+from vllm_omni.models.demo import find_model
 from vllm_omni.models.weights import check_weights
 
 INTERRUPTED = 130  # the exit code of a command that was ended before it could do anything
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         require_gradio()
     omni_config = _make_omni_config(args)
     for stage in omni_config.stage_configs:
-        check_weights(Path(stage.model_path))
+        check_weights(find_model(stage.model_path))
     try:
         with open_socket(config) as listener, TemporaryDirectory(prefix="vllm-omni-") as folder:
             envs.set_socket_folder(folder)
@@ -142,16 +143,18 @@ def _make_omni_config(args: argparse.Namespace) -> OmniConfig:
 
     vllm_config = _read_vllm_args(args.vllm_arg)
     dit_settings = read_settings(args, DiTConfig)
+    model = dit_settings.pop("model")
     if args.stage_configs is not None:
         if dit_settings:
             raise ConfigError(
                 "stage_configs", sorted(dit_settings), "these settings belong in a stage's file"
             )
         stages = read_stage_file(args.stage_configs)
+        model = stages[-1].model_path if stages else model
     else:
-        stages = derive_stage_configs(args.model, dit_config=DiTConfig(**dit_settings))
+        stages = derive_stage_configs(model, dit_config=DiTConfig(**dit_settings))
     return OmniConfig(
-        model=args.model,
+        model=model,
         mode="process",
         log_stats=True,
         otlp_traces_endpoint=getattr(args, "otlp_traces_endpoint", ""),
@@ -168,5 +171,8 @@ def _read_vllm_args(given: list[str]) -> dict[str, Any]:
         name, separator, value = item.partition("=")
         if not separator or not name:
             raise ConfigError("--vllm-arg", item, "NAME=VALUE")
-        settings[name.replace("-", "_")] = yaml.safe_load(value)
+        try:
+            settings[name.replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError("--vllm-arg", item, "a value that YAML can read") from error
     return settings
