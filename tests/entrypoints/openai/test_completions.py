@@ -92,6 +92,7 @@ def test_choices_and_stops(client: openai.OpenAI) -> None:
         ({"prompt": {"a": 1}}, "prompt", "valid list"),
         ({"prompt": "\ud800"}, "prompt", "none may be empty"),
         ({"prompt": ["x"] * 65}, "prompt", "at most 64"),
+        ({"prompt": ["x"] * 33, "n": 2}, "n", "66 texts"),
         ({"prompt": "x" * 20_000}, "prompt", "20000 characters"),
         ({"prompt": ["x" * 9000] * 2}, "prompt", "18000 characters"),
         ({"prompt": [999_999]}, None, "out of vocabulary"),

@@ -28,6 +28,7 @@ from vllm_omni.entrypoints.openai.limits import Admission, check_prompt
 from vllm_omni.entrypoints.openai.protocol import PictureParameters
 from vllm_omni.entrypoints.openai.streams import run_ahead
 from vllm_omni.entrypoints.openai.text_protocol import (
+    MAX_PROMPTS,
     ChatChunk,
     ChatCompletion,
     ChatRequest,
@@ -182,6 +183,9 @@ class TextService:
             raise APIError(400, "max_tokens=0 needs echo=true", "max_tokens", "invalid_value")
         if "max_tokens" in body.model_fields_set:
             self._check_most("max_tokens", body.max_tokens, self.config.max_tokens)
+        if (num_texts := body.n * len(body.prompt)) > MAX_PROMPTS:
+            message = f"n={body.n} makes {num_texts} texts of these prompts: at most {MAX_PROMPTS}"
+            raise APIError(400, message, "n", "invalid_value")
         num_chars = sum(len(prompt) for prompt in body.prompt)  # or tokens, which have one at least
         check_prompt("prompt", " " * num_chars, self.config)
         prompt = body.prompt if len(body.prompt) > 1 else body.prompt[0]
@@ -219,7 +223,8 @@ class TextService:
     @staticmethod
     def _check_most(name: str, value: int, most: int) -> None:
         if value > most:
-            raise APIError(400, f"{name}={value} is too large: at most {most}", name)
+            message = f"{name}={value} is too large: at most {most}"
+            raise APIError(400, message, name, "invalid_value")
 
 
 def _check_constraints(body: TextParameters) -> None:

@@ -4,12 +4,14 @@ Seams, checked against vLLM 0.32.0: `OpenAIServingModels`, `OnlineRenderer`, `Op
 and `OpenAIServingCompletion` with the arguments given here, their `create_chat_completion` and
 `create_completion` without a raw request (its headers would choose ids, ranks and priorities) and
 `override_max_tokens`, the requests' `request_id`, the shape of an error in a stream,
-`create_error_response`, which says what an exception means to a client, and `ToolParserManager`.
+`create_error_response`, which says what an exception means to a client, the loggers of both, and
+`ToolParserManager`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -17,12 +19,15 @@ from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.chat_completion.serving import logger as chat_logger
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.completion.serving import logger as completion_logger
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMClientError
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -44,6 +49,14 @@ _LEFT_OUT = {
 _CHOICES_LEFT_OUT = {"token_ids", "routed_experts", "prompt_logprobs", "prompt_token_ids"}
 _ABOUT_GRAMMAR = re.compile("grammar|JSON schema|regex", re.IGNORECASE)
 _PARAMS = {"input_tokens": "prompt", "input_text": "prompt"}  # vLLM's names -> ours
+
+
+class _NotTheClients(logging.Filter):
+    """Leaves out what a client got wrong: vLLM logs it as an error of a stream, traceback and all."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, VLLMClientError)
 
 
 class TextServing:
@@ -79,6 +92,8 @@ class TextServing:
         self._completion = OpenAIServingCompletion(
             llm, models, online_renderer=renderer, request_logger=None
         )
+        for logger in (chat_logger, completion_logger):
+            logger.addFilter(_NOT_THE_CLIENTS)  # once, however often it is added
         # As `--override-generation-config` would: the rest of the context could be a long way.
         self._chat.override_max_tokens = max_tokens
         self._completion.override_max_tokens = max_tokens
@@ -160,6 +175,9 @@ class TextServing:
             return APIError(500, "the model failed on this request", code="stage_execution_error")
         message = re.sub(r" \(parameter=.*\)$", "", error.message, flags=re.DOTALL)
         return APIError(400, message, param, "invalid_value")
+
+
+_NOT_THE_CLIENTS = _NotTheClients()
 
 
 def _find_constraint(fields: Mapping[str, Any]) -> str | None:

@@ -242,7 +242,7 @@ class TextParameters(Body):
     n: StrictInt = Field(1, ge=1, le=128, description="How many answers.")
     stream: StrictBool = Field(False, description="Server-sent events instead of one answer.")
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, max_length=256, description="Whose request it is, for the log.")
+    user: str | None = Field(None, max_length=256, description="Not used by this server.")
 
     temperature: Finite | None = Field(None, ge=0, le=2)
     top_p: Finite | None = Field(None, gt=0, le=1)
