@@ -52,7 +52,7 @@ _PARAMS = {"input_tokens": "prompt", "input_text": "prompt"}  # vLLM's names -> 
 
 
 class _NotTheClients(logging.Filter):
-    """Leaves out what a client got wrong: vLLM logs it as an error of a stream, traceback and all."""
+    """Leaves out what a client got wrong: of a stream, vLLM logs it with its traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
