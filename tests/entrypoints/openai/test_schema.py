@@ -148,7 +148,7 @@ def document(http: httpx.Client) -> dict[str, Any]:
 def report(fuzzed: ServerProcess, http: httpx.Client, document: dict[str, Any]) -> Report:
     """Two runs: the document as it is, and narrowed to what this server accepts."""
     as_served = _run(
-        fuzzed.url, document, "all", ["coverage", "fuzzing"], 200, ["positive_data_acceptance"]
+        fuzzed.url, document, "all", ["coverage", "fuzzing"], 230, ["positive_data_acceptance"]
     )
     good = _run(
         fuzzed.url, narrow(document, _ask_for_some(http)), "positive", ["fuzzing", "stateful"], 60
