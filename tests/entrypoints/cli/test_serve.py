@@ -136,6 +136,7 @@ def test_broken_checkpoint_is_one_line(checkpoint: MakeCheckpoint, tmp_path: Pat
     assert output.startswith(f"error: {weights} is broken: it has ")
 
 
+@pytest.mark.slow
 def test_checkpoint_that_only_the_engine_finds_broken(
     checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
@@ -312,12 +313,14 @@ def test_log_cannot_be_written_into(guarded: ServerProcess) -> None:
             "/%0a%1b[31mINFO%20fake%E2%80%A8%00" + "x" * 1000,
             "X-Request-Id: \x80\x85\xff" + "y" * 1000,
             'User-Agent: "}\\n{"level": "fake"}',
+            "X-Forwarded-For: \xe2\x80\xa8 fake " + "z" * 1000,
         ),
     )
     assert got.status == 401
     line = find_line(guarded, got.headers["x-request-id"])
     assert line["message"].startswith("GET /%0A%1B%5B31mINFO%20fake%E2%80%A8%00xxx")
     assert len(line["message"]) < 200 and len(line["client_request_id"]) == 128
+    assert len(line["client"]) <= 128
     raw = next(
         line for line in guarded.log.read_text().splitlines() if got.headers["x-request-id"] in line
     )
@@ -400,8 +403,7 @@ def _chat(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_end(checkpoint: MakeCheckpoint, tmp_path: Path, signum: signal.Signals) -> None:
+def test_end(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """What is under way may finish; at the second signal it is told that it cannot."""
     before = set(os.listdir("/dev/shm"))
     folder = tmp_path / "files"
@@ -419,7 +421,7 @@ def test_end(checkpoint: MakeCheckpoint, tmp_path: Path, signum: signal.Signals)
         in_events = pool.submit(client.post, images, json=long | {"n": 1, "stream": True})
         while client.get("/v1/queue").json()["running"] < 3:
             time.sleep(0.02)
-        server.process.send_signal(signum)
+        server.process.send_signal(signal.SIGINT)
         while client.get("/health/ready").status_code != 503:
             time.sleep(0.02)
         assert client.get("/health/ready").json()["status"] == "stopping"
@@ -430,22 +432,21 @@ def test_end(checkpoint: MakeCheckpoint, tmp_path: Path, signum: signal.Signals)
         assert finishes.result(timeout=60).status_code == 200
         assert not is_told.done() and server.process.poll() is None
         start = time.monotonic()
-        server.process.send_signal(signum)
+        server.process.send_signal(signal.SIGTERM)
         response = is_told.result(timeout=30)
         assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
         assert response.json()["error"]["code"] == "shutting_down"
         events = in_events.result(timeout=30)
-        if events.status_code == 200:
-            assert events.text.rstrip().rpartition("\n")[2].startswith('data: {"error":')
-        else:
-            assert events.status_code == 503
+        assert events.status_code == 200
+        name, data = events.text.rstrip().splitlines()[-2:]
+        assert name == "event: error" and '"code":"shutting_down"' in data
     assert server.process.wait(timeout=60) == 0
     assert time.monotonic() - start < AT_ONCE
     log = server.log.read_text()
     assert "Traceback" not in log and "leaked" not in log, log
     assert psutil.wait_procs(family, timeout=30)[1] == []
-    left = {path.name for path in folder.iterdir()} - {f"torchinductor_{os.environ.get('USER')}"}
-    assert [name for name in left if not name.startswith("torchinductor")] == []
+    # What torch compiles is kept on purpose.
+    assert [p for p in folder.iterdir() if not p.name.startswith("torchinductor")] == []
     assert [name for name in set(os.listdir("/dev/shm")) - before if not _is_used(name)] == []
 
 

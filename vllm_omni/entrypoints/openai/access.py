@@ -24,7 +24,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.disconnect import CLIENT_CLOSED_REQUEST
 from vllm_omni.entrypoints.openai.errors import APIError, shutting_down
-from vllm_omni.entrypoints.openai.exchange import Answer, limit_body, log_access, say_too_large
+from vllm_omni.entrypoints.openai.exchange import (
+    MAX_LOGGED,
+    Answer,
+    limit_body,
+    log_access,
+    say_too_large,
+)
 from vllm_omni.entrypoints.openai.listener import is_loopback
 
 REQUEST_ID = "x-request-id"
@@ -35,7 +41,6 @@ MAX_SMALL_BODY = 2**20  # bytes, of all others: what is no picture is parsed in 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
-_MAX_LOGGED = 128  # characters of anything that a client chose
 _SAFETY = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "SAMEORIGIN"}
 
 ObserveHTTP = Callable[[str, str, int, float], None]
@@ -205,8 +210,8 @@ class AccessMiddleware:
             self.observe(method if method in _METHODS else "other", route, status, seconds)
         fields: dict[str, object] = {"seconds": round(seconds, 4), "bytes": answer.num_bytes}
         if (own_id := Headers(scope=scope).get(REQUEST_ID)) is not None:
-            fields["client_request_id"] = own_id[:_MAX_LOGGED]
-        what = f"{method[:_MAX_LOGGED]} {quote(scope['path'], errors='replace')[:_MAX_LOGGED]}"
+            fields["client_request_id"] = own_id[:MAX_LOGGED]
+        what = f"{method[:MAX_LOGGED]} {quote(scope['path'], errors='replace')[:MAX_LOGGED]}"
         log_access(what, status, scope.get("client"), request_id, **fields)
 
 

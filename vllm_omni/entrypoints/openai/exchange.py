@@ -15,6 +15,7 @@ from vllm_omni.entrypoints.openai.protocol import ErrorResponse
 
 access_logger = logging.getLogger("vllm_omni.access")
 
+MAX_LOGGED = 128  # characters of anything that a client chose
 _EVENT_STREAM = "text/event-stream"
 
 
@@ -87,5 +88,7 @@ def log_access(
     what: str, status: int, client: tuple[str, int] | None, request_id: str, **fields: object
 ) -> None:
     """The line in the access log."""
-    more = {"request_id": request_id, "client": client[0] if client else "-", **fields}
+    # A proxy on this machine may say whose request it is: that, too, can be any text.
+    address = client[0][:MAX_LOGGED] if client else "-"
+    more = {"request_id": request_id, "client": address, **fields}
     access_logger.info("%s %d", what, status, extra={"fields": more})

@@ -60,13 +60,14 @@ async def _serve(app: OmniApp, listener: socket.socket) -> None:
         await asyncio.wait({serving, warming_up}, return_when=asyncio.FIRST_COMPLETED)
         if warming_up.done():
             warming_up.result()  # a model that cannot draw once cannot serve
-            logger.info("ready")
+            if not app.health.is_stopping:
+                logger.info("ready")
         await serving
     finally:
         warming_up.cancel()
         ending.cancel()
         server.should_exit = True
-        await serving
+        await asyncio.gather(serving, warming_up, ending, return_exceptions=True)
 
 
 def make_uvicorn_config(app: OmniApp) -> uvicorn.Config:
