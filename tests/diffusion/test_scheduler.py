@@ -162,7 +162,14 @@ def test_news_of_a_request_from_arrival_to_end() -> None:
     clock.now += 2.5
     outputs = [output for _ in range(3) for output in take_step(scheduler, model)[1]]
     assert [output.output_metadata for output in outputs] == [
-        {"step": step, "num_steps": 3, "queue_time": 2.5} for step in (1, 2, 3)
+        {
+            "step": step,
+            "num_steps": 3,
+            "num_rows": step,
+            "num_skipped_rows": 0,
+            "queue_time": 2.5,
+        }
+        for step in (1, 2, 3)
     ]
     assert [output.finish_reason for output in outputs] == [None, None, FinishReason.STOP]
     assert [output.output_type for output in outputs] == [None, None, "image"]

@@ -236,7 +236,12 @@ def test_abort_ends_a_request_of_its_stage_only(core: OmniEngineCore, num_steps:
 def test_worker_of_the_diffusion_stage_is_called_by_name(core: OmniEngineCore) -> None:
     [stats] = core.executor.collective_rpc(DIFFUSION, "get_stats")
     assert stats.pop("memory_bytes") > 0
-    assert stats == {"num_requests": 0, "cache_used_bytes": 0, "cache_evictions": 0}
+    assert stats == {
+        "num_requests": 0,
+        "cache_used_bytes": 0,
+        "cache_request_bytes": 0,
+        "cache_evictions": 0,
+    }
     core.add_request(DIFFUSION, create_diffusion_request("d"))
     step(core)
     [stats] = core.executor.collective_rpc(DIFFUSION, "get_stats")
