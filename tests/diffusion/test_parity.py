@@ -218,8 +218,8 @@ def test_previews_come_nearer_to_the_picture(engine_core: MakeEngineCore, stock:
 
 
 def late_by_a_bit(*args: Any) -> Tensor:
-    transformer, plan, latents, text, timesteps = args
-    return packed_forward(transformer, plan, latents, text, timesteps - 0.01)
+    transformer, plan, latents, text, timesteps, *rest = args
+    return packed_forward(transformer, plan, latents, text, timesteps - 0.01, *rest)
 
 
 def rope_of_another_row(*args: Any) -> Tensor:
