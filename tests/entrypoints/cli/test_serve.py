@@ -165,7 +165,7 @@ def test_port_in_use(checkpoint: MakeCheckpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "delay"), [(signal.SIGINT, 1.5), (signal.SIGTERM, 8.0)], ids=["early", "later"]
+    ("signum", "delay"), [(signal.SIGINT, 0.5), (signal.SIGTERM, 6.0)], ids=["early", "later"]
 )
 def test_signal_while_it_loads(checkpoint: MakeCheckpoint, signum: int, delay: float) -> None:
     with subprocess.Popen(
@@ -174,6 +174,8 @@ def test_signal_while_it_loads(checkpoint: MakeCheckpoint, signum: int, delay: f
         stderr=subprocess.STDOUT,
         start_new_session=True,
     ) as process:
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"vllm-omni api"):
+            time.sleep(0.05)
         time.sleep(delay)
         family = [*psutil.Process(process.pid).children(recursive=True)]
         os.killpg(process.pid, signum)  # as a terminal does
