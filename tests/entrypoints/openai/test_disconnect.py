@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,13 +30,13 @@ ENDLESS = {"num_inference_steps": 1000, "size": "64x64"}
 IN_VIEW = {"num_inference_steps": 2, "size": "192x192"}  # long to decode, and large to send
 
 
-def make_body(kind: str, parameters: dict[str, Any]) -> dict[str, Any]:
+def make_body(kind: str, parameters: dict[str, Any], prompt: str) -> dict[str, Any]:
     body: dict[str, Any] = dict(parameters)
     if kind.startswith("chat"):
-        messages = [{"role": "user", "content": PROMPT}]
+        messages = [{"role": "user", "content": prompt}]
         body |= {"messages": messages, "modalities": ["text", "image"], "max_tokens": 2}
     else:
-        body["prompt"] = PROMPT
+        body["prompt"] = prompt
     if kind.endswith("stream"):
         body["stream"] = True
     if kind == "stream":
@@ -51,8 +52,8 @@ class Clients:
         self.kind = kind
         self.sockets: list[socket.socket] = []
 
-    def connect(self, parameters: dict[str, Any]) -> None:
-        body = json.dumps(make_body(self.kind, parameters)).encode()
+    def connect(self, parameters: dict[str, Any], prompt: str = PROMPT) -> None:
+        body = json.dumps(make_body(self.kind, parameters, prompt)).encode()
         path = "/v1/chat/completions" if self.kind.startswith("chat") else "/v1/images/generations"
         head = (
             f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -210,8 +211,8 @@ def test_while_their_prompts_are_read(clients: Clients, inside: Inside) -> None:
     text = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
     with inside.blocked(OmniRequest(prompt=PROMPT, output_format="text", sampling_params=text)):
         inside.wait_until_held(AR, 1)
-        for _ in range(NUM):
-            clients.connect(ENDLESS)
+        for _ in range(NUM):  # new ones: those that are known are not read again
+            clients.connect(ENDLESS, prompt=f"prompt {uuid.uuid4()}")
         inside.wait_until_held(AR, NUM + 1)
         clients.leave()
         inside.wait_until_left(1)
