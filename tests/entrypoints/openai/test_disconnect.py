@@ -30,7 +30,7 @@ ENDLESS = {"num_inference_steps": 1000, "size": "64x64"}
 IN_VIEW = {"num_inference_steps": 2, "size": "192x192"}  # long to decode, and large to send
 
 
-def make_body(kind: str, parameters: dict[str, Any], prompt: str) -> dict[str, Any]:
+def make_body(kind: str, parameters: dict[str, Any], prompt: str = PROMPT) -> dict[str, Any]:
     body: dict[str, Any] = dict(parameters)
     if kind.startswith("chat"):
         messages = [{"role": "user", "content": prompt}]
