@@ -45,7 +45,8 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     chunks = stream(client, [REWRITE, *say("star")])
     assert chunks[0].choices[0].delta.role == "assistant"
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert len([text for text in texts if text]) == 12  # a chunk for each token
+    # A chunk for each token; vLLM puts those together that come faster than they are sent.
+    assert 2 < len([text for text in texts if text]) <= 12
     assert "".join(texts) == STAR
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].choices == [] and chunks[-1].usage is not None
