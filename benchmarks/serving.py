@@ -43,7 +43,7 @@ from vllm_omni.benchmark.report import Percentiles
 from vllm_omni.benchmark.workload import PictureClass, PictureRequest, make_requests
 
 CONCURRENCY = 8
-PROBE_EVERY = 0.02  # seconds
+PROBE_EVERY = 0.25  # seconds: fifty probes a second would take a tenth of two cores
 MIN_RATIO, MAX_HEALTH_P99 = 0.95, 0.2  # what has to be reached
 START_TIMEOUT = 300.0  # seconds
 
@@ -259,6 +259,7 @@ def write_results(folder: Path, model: str, all_figures: list[Figures], text: st
         for figures in all_figures
     ]
     content = json.dumps({**about, "results": rows}, indent=2)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "serving.json").write_text(content + "\n")
     (folder / "serving.md").write_text(to_markdown(about, all_figures, text))
 
