@@ -43,7 +43,7 @@ from vllm_omni.benchmark.report import Percentiles
 from vllm_omni.benchmark.workload import PictureClass, PictureRequest, make_requests
 
 CONCURRENCY = 8
-PROBE_EVERY = 0.25  # seconds: fifty probes a second would take a tenth of two cores
+PROBE_EVERY = 0.25  # seconds; the probe shares the cores with what it watches
 MIN_RATIO, MAX_HEALTH_P99 = 0.95, 0.2  # what has to be reached
 START_TIMEOUT = 300.0  # seconds
 
