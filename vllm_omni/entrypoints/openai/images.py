@@ -25,7 +25,13 @@ from vllm_omni.entrypoints.openai.image_params import (
     read_params,
     write_body,
 )
-from vllm_omni.entrypoints.openai.limits import Admission, Ticket, check_cost, check_prompt
+from vllm_omni.entrypoints.openai.limits import (
+    Admission,
+    Ticket,
+    check_cost,
+    check_prompt,
+    get_cost,
+)
 from vllm_omni.entrypoints.openai.protocol import (
     CompletedEvent,
     Image,
@@ -159,8 +165,7 @@ class ImageService:
             params=params,
             request_id=request_id,
         )
-        cost = check_cost(params, self.config)
-        return ImageTask(request, body, params, cost, base_url, headers)
+        return ImageTask(request, body, params, get_cost(params), base_url, headers)
 
     # --- the way to an answer ---
 
