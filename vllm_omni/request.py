@@ -47,6 +47,7 @@ class OmniRequest:
     prompt_token_ids: Sequence[int] | None = None  # for the prompt, of a text request
     output_kind: OutputKind | None = None  # None: as `sampling_params` say
     trace_headers: Mapping[str, str] | None = None  # W3C's, of the span that this is a part of
+    arrival_time: float | None = None  # `time.monotonic()`; None: when it is given to the engine
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _stage_outputs: dict[int, Any] = field(default_factory=dict, repr=False)
 

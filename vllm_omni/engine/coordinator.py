@@ -156,7 +156,9 @@ class CrossEngineCoordinator:
         """
         if request.request_id in self._walks:
             raise InvalidParameterError("request_id", request.request_id, "one that is not in use")
-        recorder = TimelineRecorder(request.request_id, request.output_format)
+        recorder = TimelineRecorder(
+            request.request_id, request.output_format, arrival_time=request.arrival_time
+        )
         try:
             walk = self._start(request, recorder)
             hops = self.plan(request, walk.inputs)
@@ -230,9 +232,12 @@ class CrossEngineCoordinator:
             if request.output_format == "latents":
                 params = replace(params, output_mode=OutputMode.LATENTS)
             params = self.processor.complete_params(params)
-        return Walk(
+        walk = Walk(
             request, inputs, params, recorder, is_text_shown="text" in request.output_format
         )
+        if request.arrival_time is not None:
+            walk.arrival_time = request.arrival_time
+        return walk
 
     async def _take_hop(self, hop: Hop, walk: Walk) -> AsyncGenerator[OmniOutput, None]:
         requests = self._make_requests(hop, walk)

@@ -40,17 +40,20 @@ class TimelineRecorder:
         request_id: str,
         output_format: str,
         clock: Callable[[], float] = time.monotonic,
+        arrival_time: float | None = None,
     ) -> None:
+        """Begin now, or where the request has waited before, when it came."""
         self.is_finished = False
         self._clock = clock
         self._hop: _Hop | None = None
         now = clock()
+        start = now if arrival_time is None else arrival_time
         self._timeline = RequestTimeline(
             request_id=request_id,
             output_format=output_format,
-            start=now,
+            start=start,
             end=now,
-            wall_start=time.time(),
+            wall_start=time.time() - (now - start),
             outcome=FinishReason.STOP,
         )
 
