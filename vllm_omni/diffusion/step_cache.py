@@ -55,7 +55,7 @@ class StepCacheStrategy(ABC):
         """What is compared with the threshold, from the last sum and this step's distance."""
 
     def is_near(self, accumulated: float) -> bool:
-        return accumulated <= self.threshold if self.threshold else False
+        return accumulated <= self.threshold
 
     @abstractmethod
     def predict(self, tails: Sequence[Tensor], sigmas: Sequence[float], sigma: float) -> Tensor:
@@ -165,13 +165,13 @@ class RowCache:
             found.append((tensor, stored.sigma))
         return found
 
-    def is_skippable(self, accumulated: float) -> bool:
+    @property
+    def may_skip(self) -> bool:
+        """Whether this step can leave out the tail, if it is near enough."""
         params = self.strategy.params
-        if self.num_steps < params.warmup_steps:
-            return False
-        if params.max_skips is not None and self.num_skipped_in_a_row >= params.max_skips:
-            return False
-        return self.strategy.is_near(accumulated)
+        is_warm = self.num_steps >= params.warmup_steps
+        is_capped = params.max_skips is not None and self.num_skipped_in_a_row >= params.max_skips
+        return is_warm and not is_capped and self.strategy.threshold > 0
 
     def commit(self) -> None:
         """The step counts: keep what it said."""
@@ -242,53 +242,83 @@ class PackedStepCache:
         """
         by_row = {signal: tensor.split(self.lens) for signal, tensor in signals.items()}
         sums = self._accumulate(by_row)
-        computed = [
-            index
-            for index, row in enumerate(self.rows)
-            if row is None or sums[index] is None or not row.is_skippable(sums[index])  # type: ignore[arg-type]
-        ]
-        heads = head.split(self.lens)
-        outputs = list(heads)
+        computed = [i for i in range(len(self.rows)) if i not in sums or not self._is_near(i, sums)]
+        outputs = {index: of_row for index, of_row in enumerate(head.split(self.lens))}
+        tails: dict[int, Tensor] = {}
+        packed = head
         if computed:
-            of_computed = run_tail(computed).split([self.lens[index] for index in computed])
-            for index, output in zip(computed, of_computed, strict=True):
-                outputs[index] = output
-        is_computed = set(computed)
+            packed = run_tail(computed)
+            tails = self._subtract_heads(computed, packed, outputs)
         for index, row in enumerate(self.rows):
-            if row is None:
-                continue
-            sigma, tail = self.sigmas[index], None
-            if index in is_computed:
-                tail = outputs[index] - heads[index]
-            else:
-                residuals, levels = zip(*row.get_tails(), strict=True)
-                outputs[index] = heads[index] + row.strategy.predict(residuals, levels, sigma)
-            keeps_signal = index in is_computed or row.strategy.is_signal_of_last_step
-            row.pending = _Pending(
-                is_skipped=index not in is_computed,
-                accumulated=0.0 if index in is_computed else (sums[index] or 0.0),
-                sigma=sigma,
-                signal=by_row[row.strategy.signal][index] if keeps_signal else None,
-                tail=tail,
-            )
-        return torch.cat(outputs)
-
-    def _accumulate(self, by_row: Mapping[Signal, Sequence[Tensor]]) -> list[float | None]:
-        """What each row compares with its threshold; None where it has nothing to compare."""
-        distances: dict[int, Tensor] = {}
-        for index, row in enumerate(self.rows):
-            if row is not None and (previous := row.previous_signal) is not None:
+            if row is not None:
                 signal = by_row[row.strategy.signal][index]
-                difference = (signal - previous).abs().mean()
-                distances[index] = difference / previous.abs().mean()
-        sums: list[float | None] = [None] * len(self.rows)
-        if distances:
-            values = torch.stack(list(distances.values())).tolist()  # the one wait of the step
-            for index, distance in zip(distances, values, strict=True):
-                row = self.rows[index]
-                assert row is not None
-                sums[index] = row.strategy.accumulate(row.accumulated, distance)
-        return sums
+                row.pending = self._make_pending(index, row, signal, tails, sums)
+        if len(computed) == len(self.rows):
+            return packed
+        for index in set(outputs).difference(computed):
+            outputs[index] = outputs[index] + self._predict(index)
+        return torch.cat([outputs[index] for index in range(len(self.rows))])
+
+    def _accumulate(self, by_row: Mapping[Signal, Sequence[Tensor]]) -> dict[int, float]:
+        """What each row that may skip this step compares with its threshold, by row."""
+        compared: list[tuple[int, RowCache, Tensor]] = []
+        for index, row in enumerate(self.rows):
+            if row is not None and row.may_skip and (before := row.previous_signal) is not None:
+                compared.append((index, row, before))
+        if not compared:
+            return {}
+        # Over all rows at once: a few kernels, however many rows there are.
+        previous = [before for _, _, before in compared]
+        current = [by_row[row.strategy.signal][index] for index, row, _ in compared]
+        changes = torch._foreach_norm(torch._foreach_sub(current, previous), 1, dtype=torch.float32)
+        scales = torch._foreach_norm(previous, 1, dtype=torch.float32)
+        distances = torch.stack(changes) / torch.stack(scales)
+        values: list[float] = distances.tolist()  # the one wait of the step
+        return {
+            index: row.strategy.accumulate(row.accumulated, distance)
+            for (index, row, _), distance in zip(compared, values, strict=True)
+        }
+
+    def _is_near(self, index: int, sums: Mapping[int, float]) -> bool:
+        row = self.rows[index]
+        assert row is not None
+        return row.strategy.is_near(sums[index])
+
+    def _subtract_heads(
+        self, computed: Sequence[int], packed: Tensor, outputs: dict[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """What the tail added to computed rows that have a cache; `outputs` gets all computed."""
+        heads = dict(outputs)
+        of_computed = packed.split([self.lens[index] for index in computed])
+        outputs.update(zip(computed, of_computed, strict=True))
+        kept = [index for index in computed if self.rows[index] is not None]
+        if not kept:
+            return {}
+        added = torch._foreach_sub([outputs[i] for i in kept], [heads[i] for i in kept])
+        return dict(zip(kept, added, strict=True))
+
+    def _make_pending(
+        self,
+        index: int,
+        row: RowCache,
+        signal: Tensor,
+        tails: Mapping[int, Tensor],
+        sums: Mapping[int, float],
+    ) -> _Pending:
+        is_computed = index in tails
+        return _Pending(
+            is_skipped=not is_computed,
+            accumulated=0.0 if is_computed else sums[index],
+            sigma=self.sigmas[index],
+            signal=signal if is_computed or row.strategy.is_signal_of_last_step else None,
+            tail=tails.get(index),
+        )
+
+    def _predict(self, index: int) -> Tensor:
+        row = self.rows[index]
+        assert row is not None
+        residuals, levels = zip(*row.get_tails(), strict=True)
+        return row.strategy.predict(residuals, levels, self.sigmas[index])
 
 
 def make_row_caches(
