@@ -31,6 +31,19 @@ def set_socket_folder(folder: str) -> None:
     os.environ["VLLM_RPC_BASE_PATH"] = folder
 
 
+def socket_folder() -> str | None:
+    """VLLM_RPC_BASE_PATH: where a server has its sockets; None where no server has set it."""
+    return os.environ.get("VLLM_RPC_BASE_PATH")
+
+
+def keep_sockets_local() -> None:
+    """GLOO_SOCKET_IFNAME: torch's groups of processes listen for each other on this machine only.
+
+    Without it they take the address that the machine's own name stands for.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 def api_key() -> str | None:
     """VLLM_OMNI_API_KEY: what a client of a server that has keys sends."""
     return os.environ.get("VLLM_OMNI_API_KEY") or None

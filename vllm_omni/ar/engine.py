@@ -18,6 +18,7 @@ import torch
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
 
+from vllm_omni import envs
 from vllm_omni.ar.config import ARModel
 from vllm_omni.ar.messages import ARRequest
 from vllm_omni.ar.output_processor import HiddenStatesOutputProcessor
@@ -131,6 +132,7 @@ def check_images(model: ARModel, request: ARRequest) -> None:
 
 
 def _load(model: ARModel) -> LLMEngine:
+    envs.keep_sockets_local()
     try:
         with _globals_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's walk over torch's names

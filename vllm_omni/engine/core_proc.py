@@ -16,11 +16,11 @@ import os
 import queue
 import signal
 import threading
+import time
 import warnings
-from collections.abc import Iterable
-from multiprocessing import parent_process
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import setproctitle
@@ -40,18 +40,21 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.utils import SignalCallback
 
 import vllm_omni.outputs as omni
-from vllm_omni import logs
+from vllm_omni import envs, logs
 from vllm_omni.ar.rendering import describe
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
 from vllm_omni.diffusion.messages import DiffusionRequest
-from vllm_omni.errors import OmniRequestError
+from vllm_omni.engine.black_box import BlackBox
+from vllm_omni.errors import OmniRequestError, WorkerDeadError
 from vllm_omni.models.registry import get_model_spec, load_class
+from vllm_omni.processes import end_with_parent, show_stacks_when_asked, watch_parent
 from vllm_omni.serial import MessageDecoder, encode
 
 logger = logging.getLogger(__name__)
 
 _DIT_CONFIG = "dit_config"  # key in `VllmConfig.additional_config`
+_BEAT_PERIOD = 0.5  # seconds
 _REQUEST = "request"  # key in `PoolingParams.extra_kwargs`
 
 
@@ -140,6 +143,7 @@ class DiffusionCoreInVllm(EngineCore):
         dit_config = vllm_config.additional_config[_DIT_CONFIG]
         assert isinstance(dit_config, DiTConfig)
         self.core = DiffusionEngineCore(dit_config)
+        self.core.executor.is_supervised = True
         self.scheduler = self.core.scheduler
         self.step_fn = self.step
         self.aborts_queue: queue.Queue[list[str]] = queue.Queue()
@@ -187,13 +191,59 @@ class DiffusionCoreInVllm(EngineCore):
         self.core.shutdown()
 
 
-class OmniEngineCoreProc(EngineCoreProc, DiffusionCoreInVllm):
+class WatchedCoreProc(EngineCoreProc):
+    """An engine core that writes down what it is about, for its supervisor."""
+
+    black_box: BlackBox | None = None  # given to it when it is made
+
+    def get_scheduled_ids(self) -> list[str]:
+        """The requests that the next step may be about."""
+        raise NotImplementedError
+
+    def check_workers(self) -> None:
+        """Called with every beat, from another thread; raises `WorkerDeadError`."""
+
+    def _process_engine_step(self) -> bool:
+        if self.black_box is None:
+            return bool(super()._process_engine_step())
+        with self.black_box.work(self.get_scheduled_ids()):
+            return bool(super()._process_engine_step())
+
+    def _handle_client_request(self, request_type: EngineCoreRequestType, request: Any) -> None:
+        if self.black_box is None:
+            super()._handle_client_request(request_type, request)
+            return
+        with self.black_box.work():
+            super()._handle_client_request(request_type, request)
+
+
+class ARCoreProc(WatchedCoreProc):
+    """vLLM's own."""
+
+    def get_scheduled_ids(self) -> list[str]:
+        # vLLM picks within the step; beyond what runs, only the first that wait can be picked.
+        waiting = list(self.scheduler.waiting)[: self.vllm_config.scheduler_config.max_num_seqs]
+        return [request.request_id for request in (*self.scheduler.running, *waiting)]
+
+
+class OmniEngineCoreProc(WatchedCoreProc, DiffusionCoreInVllm):
     """A diffusion engine core behind vLLM's sockets.
 
     The order of the bases makes `EngineCoreProc.__init__` build our core, not a language model's.
     """
 
     shutdown_state: EngineShutdownState  # set by vLLM, and by a signal
+
+    def get_scheduled_ids(self) -> list[str]:
+        self.core.on_schedule = self._name_scheduled
+        return []  # they are named once they are known
+
+    def _name_scheduled(self, request_ids: Iterable[str]) -> None:
+        assert self.black_box is not None
+        self.black_box.name_requests(request_ids)
+
+    def check_workers(self) -> None:
+        self.core.executor.check_workers()
 
     def add_request(self, request: DiffusionRequest[Any], request_wave: int = 0) -> None:
         try:
@@ -240,7 +290,11 @@ class OmniEngineCoreProc(EngineCoreProc, DiffusionCoreInVllm):
 
 
 def run_core_proc(
-    core_class: type[EngineCoreProc], title: str, failure: Connection, **kwargs: Any
+    core_class: type[WatchedCoreProc],
+    title: str,
+    lifeline: Connection,
+    black_box: BlackBox,
+    **kwargs: Any,
 ) -> None:
     """The main function of a stage's process, AR or diffusion.
 
@@ -248,12 +302,15 @@ def run_core_proc(
     failed; otherwise the two do the same.
 
     Args:
-        failure: takes what went wrong, in words, if the core cannot start.
+        lifeline: takes what went wrong, in words, if the core cannot start.
         kwargs: of the core class.
     """
     setproctitle.setproctitle(title)
-    _end_with_parent()
-    core: EngineCoreProc | None = None
+    envs.keep_sockets_local()
+    end_with_parent()  # the forkserver, which ends with the process that has started it
+    watch_parent()
+    show_stacks_when_asked()
+    core: WatchedCoreProc | None = None
     wake_up: SignalCallback | None = None
 
     def stop(signum: int, frame: Any) -> None:
@@ -271,29 +328,43 @@ def run_core_proc(
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's walk over torch's names
             core = core_class(**kwargs)
     except Exception as error:
-        failure.send_bytes(describe(error).encode())  # whoever started this process tells it
+        lifeline.send_bytes(describe(error).encode())  # whoever started this process tells it
         logger.debug("cannot start", exc_info=True)
         raise SystemExit(1) from None
+    core.black_box = black_box
+    _beat(black_box, core.check_workers)
     queue_of_core = core.input_queue
     wake_up = SignalCallback(lambda: queue_of_core.put_nowait((EngineCoreRequestType.WAKEUP, None)))
     try:
         core.run_busy_loop()
+    except WorkerDeadError as error:
+        _die_like(error)
     except Exception:
         logger.exception("the engine failed")
-        core._send_engine_dead()
-        raise SystemExit(1) from None
+        os._exit(1)  # at once: whoever waits for it is told by its death
     finally:
         wake_up.stop()
         core.shutdown()
 
 
-def _end_with_parent() -> None:
-    """Do not outlive a parent that was killed."""
-    parent = parent_process()
-    assert parent is not None
+def _beat(black_box: BlackBox, check_workers: Callable[[], None]) -> None:
+    """Show again and again that the interpreter runs, and look after the workers."""
 
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
+    def beat() -> None:
+        while True:
+            black_box.beat()
+            try:
+                check_workers()
+            except WorkerDeadError as error:
+                _die_like(error)
+            time.sleep(_BEAT_PERIOD)
 
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+
+
+def _die_like(error: WorkerDeadError) -> NoReturn:
+    """End as a worker has: what killed it is for the supervisor to judge."""
+    logger.error("%s", error)
+    if error.exit_code is not None and error.exit_code < 0:
+        os.kill(os.getpid(), -error.exit_code)
+    os._exit(1)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import zmq
 from vllm.config import VllmConfig
-from vllm.utils.network_utils import get_open_zmq_ipc_path, make_zmq_socket
+from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -51,6 +51,7 @@ from vllm_omni.engine.core_proc import (
     run_core_proc,
 )
 from vllm_omni.engine.forkserver import start_forkserver
+from vllm_omni.engine.sockets import SocketFolder
 from vllm_omni.engine.stage_client import StageClient
 from vllm_omni.engine.stages import make_dit_config
 from vllm_omni.errors import EngineDeadError, EngineError, ModelLoadError
@@ -104,11 +105,13 @@ class StageProcess(CoreEngineProcManager):
         self.failed_proc_name: str | None = None
         self.stage = stage
         self.vllm_config = vllm_config
+        self.sockets = SocketFolder()
         self.addresses = EngineZmqAddresses(
-            inputs=[get_open_zmq_ipc_path()], outputs=[get_open_zmq_ipc_path()]
+            inputs=[self.sockets.make_address("input")],
+            outputs=[self.sockets.make_address("output")],
         )
         self._context = zmq.Context()
-        handshake_address = get_open_zmq_ipc_path()
+        handshake_address = self.sockets.make_address("handshake")
         self._handshake = make_zmq_socket(self._context, handshake_address, zmq.ROUTER, bind=True)
         self._failure, theirs = context.Pipe(duplex=False)
         title = f"vllm-omni {stage.engine_type}:{stage.stage_id}"
@@ -161,6 +164,7 @@ class StageProcess(CoreEngineProcManager):
     def shutdown(self, timeout: float | None = None) -> None:
         self._close_handshake()
         super().shutdown(timeout)
+        self.sockets.remove()
 
     def _close_handshake(self) -> None:
         self._failure.close()
@@ -328,6 +332,7 @@ class ARProcClient(ProcStageClient):
             finished = False
             while not finished:
                 request_output = collector.get_nowait() or await collector.get()
+                self.process.sockets.remove()  # both ends are connected
                 finished = request_output.finished
                 self.deliver(outputs.convert(request, request_output))
         except VllmEngineDeadError:
@@ -411,6 +416,7 @@ class DiffusionProcClient(ProcStageClient):
         try:
             while True:
                 outputs = await core.get_output_async()
+                self.process.sockets.remove()  # both ends are connected
                 self.deliver_step(map(from_wire, outputs.outputs), outputs.step_stats)
         except VllmEngineDeadError:
             self.fail(self._dead_error())
