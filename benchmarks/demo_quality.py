@@ -2,11 +2,13 @@
 
 Held-out prompts with fixed seeds: one shape, two objects, one letter or digit. Every stated fact
 (shape, colour, size, place or relation, background) is judged by `training.judge`, which segments
-the picture; a picture is right when all of them are. Then the language model's own tasks: full
-captions for short prompts, and captions of held-out pictures, rendered and drawn by the model.
+the picture; a picture is right when all of them are. Then prompts that name objects and nothing
+else: are just those there, and do colours differ from seed to seed? Then the language model's own
+tasks: full captions for short prompts, and captions of held-out pictures, rendered and drawn by
+the model.
 
-    python benchmarks/demo_quality.py --model vllm_omni/demo --out out/quality
-    python benchmarks/demo_quality.py --model out/demo --backend omni --prompts 60 --out out/quality
+    python -m benchmarks.demo_quality --model vllm_omni/demo --out out/quality
+    python -m benchmarks.demo_quality --model out/demo --backend omni --prompts 60 --out out/quality
 
 Writes demo_quality.json, demo_quality.md and contact_sheet.png. On the GPU machine only the
 `diffusers` backend is there; see benchmarks/packed_step_gpu.py for how diffusers gets there.
@@ -20,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,7 +34,8 @@ from PIL import Image
 
 from training.captions import canonical_caption, make_caption, parse_caption, sample_rewriting
 from training.data import rewrite_chat
-from training.judge import judge
+from training.glyphs import SHAPES
+from training.judge import judge, look
 from training.models import QUESTIONS
 from training.render import Renderer, encode_scenes
 from training.world import Said, Scene, sample_held_out_scene
@@ -41,6 +44,7 @@ Pixels = NDArray[np.uint8]  # [height, width, 3]
 
 KINDS = {"one object": (1, "shape"), "two objects": (2, None), "letters and digits": (1, "symbol")}
 SIDE = 256  # pixels
+NUM_OPEN_SEEDS = 6  # pictures drawn of each open prompt
 BATCH = 50  # pictures a call of the stock pipeline
 
 SHEET_PROMPTS = (
@@ -84,6 +88,24 @@ def make_tasks(count: int) -> list[Task]:
         is_full = rng.random() < 0.8
         said = Said.everything(scene) if is_full else Said.sample(rng, scene)
         tasks.append(Task(kind, make_caption(rng, scene, said), scene, said, seed=index))
+    return tasks
+
+
+def make_open_tasks(count: int) -> list[Task]:
+    """Prompts that name one or two objects and leave all else open, each with several seeds."""
+    rng = Random(2027)
+    tasks: list[Task] = []
+    for index in range(-(-count // NUM_OPEN_SEEDS)):
+        num_things = 1 + index % 2
+        scene = sample_held_out_scene(rng, num_things)
+        if num_things == 1:  # the ten shapes in turn
+            scene = replace(
+                scene, things=(replace(scene.things[0], glyph=SHAPES[index // 2 % 10]),)
+            )
+        said = Said((False,) * num_things, (False,) * num_things, False, False)
+        prompt = make_caption(rng, scene, said)
+        kind = f"open, {'one object' if num_things == 1 else 'two objects'}"
+        tasks += [Task(kind, prompt, scene, said, seed) for seed in range(NUM_OPEN_SEEDS)]
     return tasks
 
 
@@ -188,6 +210,15 @@ def score_drawing(tasks: Sequence[Task], pictures: Sequence[Pixels]) -> dict[str
         kind: {fact: round(100 * float(np.mean(values)), 1) for fact, values in facts.items()}
         for kind, facts in marks.items()
     }
+
+
+def count_colours(tasks: Sequence[Task], pictures: Sequence[Pixels]) -> float:
+    """How many colours the first object has over the seeds of a prompt, on average."""
+    colours: dict[str, set[str]] = defaultdict(set)
+    for task, picture in zip(tasks, pictures, strict=True):
+        _, pieces = look(picture)
+        colours[task.prompt].update(piece.colour for piece in pieces[:1])
+    return round(float(np.mean([len(names) for names in colours.values()])), 1)
 
 
 class Speaker:
@@ -309,6 +340,13 @@ def main() -> None:
         figures["steps"][num_steps] = {"seconds": round(seconds, 1), "scores": scores}
         print(f"{num_steps} steps, {seconds:.0f} s: {json.dumps(scores)}", flush=True)
         write_report(args.out, figures)
+    open_tasks = make_open_tasks(args.open_prompts)
+    drawn = artist.draw([t.prompt for t in open_tasks], [t.seed for t in open_tasks], args.steps[0])
+    figures["open"] = {
+        "scores": score_drawing(open_tasks, drawn),
+        f"colours in {NUM_OPEN_SEEDS} seeds": count_colours(open_tasks, drawn),
+    }
+    print(json.dumps(figures["open"]), flush=True)
     sheet = artist.draw(SHEET_PROMPTS, range(len(SHEET_PROMPTS)), args.steps[0])
     save_sheet(args.out / "contact_sheet.png", sheet)
     artist.close()
@@ -333,8 +371,12 @@ def write_report(out: Path, figures: dict[str, Any]) -> None:
     (out / "demo_quality.json").write_text(json.dumps(figures, indent=2) + "\n")
     facts = ("all", "count", "shape", "colour", "size", "place", "relation", "background")
     lines = [f"| steps | kind | {' | '.join(facts)} |", "|" + " --- |" * (len(facts) + 2)]
-    for num_steps, part in figures["steps"].items():
-        for kind, scores in part["scores"].items():
+    parts = [(steps, part["scores"]) for steps, part in figures["steps"].items()]
+    parts += (
+        [(next(iter(figures["steps"])), figures["open"]["scores"])] if "open" in figures else []
+    )
+    for num_steps, by_kind in parts:
+        for kind, scores in by_kind.items():
             cells = [f"{scores[fact]:.1f}" if fact in scores else "" for fact in facts]
             lines.append(f"| {num_steps} | {kind} | {' | '.join(cells)} |")
     lines += ["", "| language | percent |", "| --- | --- |"]
@@ -350,6 +392,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="of the diffusers backend")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--prompts", type=int, default=500)
+    parser.add_argument("--open-prompts", type=int, default=120, help="that name objects only")
     parser.add_argument("--steps", type=int, nargs="+", default=[20, 10])
     parser.add_argument("--guidance", type=float, default=3.0)
     return parser.parse_args()

@@ -60,7 +60,7 @@ def check_vision(tokenizer: object, model: object, language: object, pictures: o
     """The whole captioning input, against the stock image processor and model."""
     from transformers import Qwen2VLImageProcessor
 
-    from training.data import caption_inputs
+    from training.data import embed_chats, make_chats
 
     assert isinstance(pictures, torch.Tensor) and isinstance(language, fast.FastLanguageModel)
     settings = {
@@ -76,24 +76,17 @@ def check_vision(tokenizer: object, model: object, language: object, pictures: o
     print(f"patches: mean difference {float(difference):.4f}")
     exact = theirs["pixel_values"].unflatten(0, (2, -1))
 
-    embeddings, positions, ids = caption_inputs(
-        tokenizer,
-        language,
-        language.see(exact, grid),
-        grid,
-        ["Describe the picture."] * 2,
-        ["a red"] * 2,
-    )[:3]
+    chats = make_chats(tokenizer, grid, ["Describe the picture."] * 2, ["a red"] * 2)
+    embeddings = embed_chats(language, chats, language.see(exact, grid))
     stock = model(  # type: ignore[operator]
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        mm_token_type_ids=(ids == model.config.image_token_id).int(),  # type: ignore[attr-defined]
+        input_ids=chats.ids,
+        attention_mask=torch.ones_like(chats.ids),
+        mm_token_type_ids=(chats.ids == model.config.image_token_id).int(),  # type: ignore[attr-defined]
         pixel_values=theirs["pixel_values"],
         image_grid_thw=theirs["image_grid_thw"],
     )
-    report(
-        "captioning logits", language.logits(language.hidden(embeddings, positions)), stock.logits
-    )
+    hidden = language.hidden(embeddings, chats.positions)
+    report("captioning logits", language.logits(hidden), stock.logits)
 
 
 def report(name: str, ours: torch.Tensor, theirs: torch.Tensor, limit: float | None = None) -> None:

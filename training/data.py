@@ -21,7 +21,11 @@ from vllm_omni.models.qwen_image.prompt import REWRITE_INSTRUCTION, TEXT_TO_IMAG
 NUM_TEXT = 40  # tokens a prompt is padded to, the end of its template included
 NUM_PREFIX = TEXT_TO_IMAGE.num_prefix_tokens
 EMPTY_SHARE = 0.1  # of prompts, for guidance
+NUM_REWRITING = 128  # tokens a chat that rewrites a prompt is padded to
+NUM_CAPTION = 48  # tokens a chat about a picture is padded to, from the picture's end on
 IGNORED = -100  # label of a token without loss
+CHAT_HEAD = "<|im_start|>user\n<|vision_start|>"
+NUM_CHAT_HEAD = 4  # its tokens
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,9 @@ class SceneStream(IterableDataset[Sample]):
             scenes=encode_scenes(scenes),
             prompts=pad(ids, NUM_PREFIX + NUM_TEXT, self.tokenizer.pad_token_id),
             num_text=torch.tensor([len(row) - NUM_PREFIX for row in ids]),
-            rewriting=tokenize_answers(self.tokenizer, questions, [a for _, a in rewritings], 128),
+            rewriting=tokenize_answers(
+                self.tokenizer, questions, [a for _, a in rewritings], NUM_REWRITING
+            ),
             captions=[canonical_caption(scene) for scene in scenes],
         )
 
@@ -148,42 +154,54 @@ def stream(
     return iter(loader)
 
 
-def caption_inputs(
+@dataclass(frozen=True)
+class Chats:
+    """Chats about pictures of one size: the picture comes first, then the question."""
+
+    ids: Tensor  # [n, tokens]
+    labels: Tensor  # [n, tokens]
+    positions: Tensor  # [3, 1, tokens]
+
+    def to(self, device: torch.device | str) -> Chats:
+        return Chats(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
+
+
+def make_chats(
     tokenizer: Any,
-    language: FastLanguageModel,
-    seen: Tensor,
     grid: tuple[int, int],
     questions: Sequence[str],
     captions: Sequence[str],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Embeddings, positions [3, 1, tokens], ids and labels of chats about pictures.
-
-    `seen` [n, picture tokens, hidden]. The picture comes first, then the question.
-    """
-    head = tokenizer("<|im_start|>user\n<|vision_start|>").input_ids
-    device = seen.device
+    length: int | None = None,
+) -> Chats:
+    """`grid` of patches; `length` of what comes after the picture."""
     rest = tokenize_answers(
         tokenizer,
         [f"<|vision_end|>{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions],
         captions,
-    ).to(device)
-    num_seen = seen.shape[1]
-    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    before = torch.tensor(head + [image_id] * num_seen, device=device).expand(len(seen), -1)
-    ids = torch.cat([before, rest.ids], dim=1)
-    labels = torch.cat([torch.full_like(before, IGNORED), rest.labels], dim=1)
-    start = len(head)
-    embeddings = language.embed(ids)
-    embeddings = torch.cat(
-        [embeddings[:, :start], seen.to(embeddings.dtype), embeddings[:, start + num_seen :]], dim=1
+        length,
     )
+    head = tokenizer(CHAT_HEAD).input_ids
     rows, columns = grid[0] // MERGE, grid[1] // MERGE
+    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    before = torch.tensor(head + [image_id] * rows * columns).expand(len(rest.ids), -1)
     y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    after = torch.arange(ids.shape[1] - start - num_seen) + start + max(rows, columns)
-    first = torch.arange(start)
+    start = len(head)
+    after = torch.arange(rest.ids.shape[1]) + start + max(rows, columns)
     axes = (torch.full_like(y, start), y + start, x + start)
+    first = torch.arange(start)
     positions = torch.stack([torch.cat([first, axis.flatten(), after]) for axis in axes])
-    return embeddings, positions.unsqueeze(1).to(device), ids, labels
+    return Chats(
+        torch.cat([before, rest.ids], dim=1),
+        torch.cat([torch.full_like(before, IGNORED), rest.labels], dim=1),
+        positions.unsqueeze(1),
+    )
+
+
+def embed_chats(language: FastLanguageModel, chats: Chats, seen: Tensor) -> Tensor:
+    """[n, tokens, hidden]; `seen` [n, picture tokens, hidden] stands where the picture is."""
+    embeddings = language.embed(chats.ids)
+    start, end = NUM_CHAT_HEAD, NUM_CHAT_HEAD + seen.shape[1]
+    return torch.cat([embeddings[:, :start], seen.to(embeddings.dtype), embeddings[:, end:]], dim=1)
 
 
 def pick_questions(rng: Random, count: int) -> list[str]:

@@ -71,9 +71,7 @@ class Piece:
 
 def judge(picture: NDArray[np.uint8], scene: Scene, said: Said) -> dict[str, bool]:
     """Each stated fact, right or wrong; `count` and `shape` are always judged."""
-    image = picture.astype(np.float64) / 255
-    found, behind = fit_background(image)
-    pieces = find_pieces(image, behind)
+    found, pieces = look(picture)
     facts = {"count": len(pieces) == len(scene.things)}
     if said.background:
         facts["background"] = is_same_background(found, scene.background)
@@ -84,6 +82,13 @@ def judge(picture: NDArray[np.uint8], scene: Scene, said: Said) -> dict[str, boo
         if sum(judged.values()) > sum(best.values()):
             best = judged
     return facts | best
+
+
+def look(picture: NDArray[np.uint8]) -> tuple[Background, list[Piece]]:
+    """What is on a picture, the largest object first."""
+    image = picture.astype(np.float64) / 255
+    background, behind = fit_background(image)
+    return background, find_pieces(image, behind)
 
 
 def _judge_pieces(pieces: tuple[Piece, ...], scene: Scene, said: Said) -> dict[str, bool]:

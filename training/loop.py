@@ -23,7 +23,7 @@ class Muon(torch.optim.Optimizer):
     The update's root mean square is 0.2, as with AdamW, so both can share a learning rate.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], lr: Tensor, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
@@ -36,7 +36,7 @@ class Muon(torch.optim.Optimizer):
             for parameters in by_shape.values():
                 self._step_shape(parameters, group["lr"], group["momentum"])
 
-    def _step_shape(self, parameters: list[Tensor], lr: float, momentum: float) -> None:
+    def _step_shape(self, parameters: list[Tensor], lr: Tensor, momentum: float) -> None:
         grads = [p.grad for p in parameters if p.grad is not None]
         buffers = []
         for parameter in parameters:
@@ -46,9 +46,9 @@ class Muon(torch.optim.Optimizer):
             buffers.append(state["buffer"])
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         ahead = torch._foreach_lerp(grads, buffers, momentum)
-        updates = orthogonalize(torch.stack(list(ahead)))
+        updates = orthogonalize(torch.stack(list(ahead))).to(parameters[0].dtype)
         scale = 0.2 * math.sqrt(max(parameters[0].shape))
-        torch._foreach_add_(parameters, list(updates.to(parameters[0].dtype)), alpha=-lr * scale)
+        torch._foreach_sub_(parameters, list(updates * (lr * scale)))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -76,33 +76,54 @@ class Trainer:
         ]
         matrices = [p for n, p in named if _is_hidden_matrix(n, p)]
         others = [p for n, p in named if not _is_hidden_matrix(n, p)]
-        is_cuda = named[0][1].is_cuda
+        device = named[0][1].device
+        # Tensors, so that a recorded step reads what they hold when it is replayed.
+        self._rate, self._average_weight = torch.zeros(2, device=device).unbind()
+        is_cuda = device.type == "cuda"
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0, fused=is_cuda)
+            torch.optim.AdamW(
+                others,
+                lr=self._rate,
+                betas=(0.9, 0.98),
+                weight_decay=0.0,
+                fused=is_cuda,
+                capturable=is_cuda,
+            )
         ]
         if matrices:
-            self.optimizers.append(Muon(matrices, lr))
+            self.optimizers.append(Muon(matrices, self._rate))
         self.lr = lr
         self.parameters: list[Tensor] = [p for _, p in named]
         self.averages = [p.detach().clone() for p in self.parameters]
 
     def step(self, loss: Tensor, time_share: float = 0.0) -> None:
-        """Backward and update. Linear warm-up, a flat stretch, a linear fall over the last 40 %.
+        """Backward and update."""
+        self.begin(time_share)
+        self.update(loss)
+
+    def begin(self, time_share: float = 0.0) -> None:
+        """Set the rates of the next step: a linear warm-up, a flat stretch, a linear fall over
+        the last 40 %.
 
         `time_share` is how much of a budget of seconds is used up, where there is one.
         """
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         progress = max(self.iteration / self.iterations, time_share)
         factor = min(1.0, (self.iteration + 1) / 200, max(0.02, (1 - progress) / 0.4))
+        self._rate.fill_(self.lr * factor)
+        self.iteration += 1
+        self._average_weight.fill_(max(0.001, 9 / (self.iteration + 10)))
+
+    def update(self, loss: Tensor) -> None:
+        """Backward and update, all on the device."""
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.lr * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.iteration += 1
-        decay = min(0.999, (self.iteration + 1) / (self.iteration + 10))
-        torch._foreach_lerp_(self.averages, self.parameters, 1 - decay)
+        with torch.no_grad():
+            difference = torch._foreach_sub(self.parameters, self.averages)
+            torch._foreach_mul_(difference, self._average_weight)
+            torch._foreach_add_(self.averages, difference)
 
     def save_state(self, path: Path) -> None:
         """Everything needed to go on as if nothing had happened."""
@@ -123,6 +144,8 @@ class Trainer:
                 own.data.copy_(saved)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+            for group in optimizer.param_groups:
+                group["lr"] = self._rate
 
     @property
     def is_done(self) -> bool:

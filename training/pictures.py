@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,9 +25,7 @@ def resize_for_vision(pictures: Tensor) -> tuple[Tensor, tuple[int, int]]:
 
 def patchify(pictures: Tensor) -> Tensor:
     """[n, 3, H, W] from 0 to 1 to [n, patches, 3 * 2 * 14 * 14], in merge order."""
-    mean, std = (
-        torch.tensor(values, device=pictures.device).view(1, 3, 1, 1) for values in (_MEAN, _STD)
-    )
+    mean, std = _statistics(pictures.device)
     n, _, height, width = pictures.shape
     rows, columns = height // PATCH // MERGE, width // PATCH // MERGE
     blocks = ((pictures - mean) / std).view(n, 3, rows, MERGE, PATCH, columns, MERGE, PATCH)
@@ -33,3 +33,8 @@ def patchify(pictures: Tensor) -> Tensor:
     blocks = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7)
     both_frames = blocks.unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, 2, -1, -1)
     return both_frames.reshape(n, rows * columns * MERGE**2, -1)
+
+
+@cache  # a transfer to the device would wait for it, each time
+def _statistics(device: torch.device) -> list[Tensor]:
+    return [torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (_MEAN, _STD)]

@@ -17,9 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training import models
-from training.data import IGNORED, Sample, caption_inputs, pick_questions, stream
+from training.data import (
+    IGNORED,
+    Chats,
+    Tokens,
+    embed_chats,
+    make_chats,
+    pick_questions,
+    stream,
+)
 from training.fast import FastLanguageModel
 from training.loop import Curve, Trainer, load_weights, num_parameters, save_weights
+from training.models import PATCH
 from training.pictures import patchify, resize_for_vision
 from training.render import Renderer
 
@@ -45,12 +54,11 @@ def main() -> None:
     while not trainer.is_done and curve.seconds < min(args.max_seconds, args.budget):
         sample = next(samples)
         height, width = PICTURE_SIZES[trainer.iteration % len(PICTURE_SIZES)]
-        pictures = renderer.draw(sample.scenes, height, width)
+        pictures, grid = resize_for_vision(renderer.draw(sample.scenes, height, width))
+        chats = make_chats(tokenizer, grid, pick_questions(rng, args.batch), sample.captions)
         with torch.autocast(device.type, torch.bfloat16):
-            rewriting = rewriting_loss(language, sample)
-            captioning = captioning_loss(
-                tokenizer, language, pictures, sample.captions, pick_questions(rng, args.batch)
-            )
+            rewriting = rewriting_loss(language, sample.rewriting.to(device))
+            captioning = captioning_loss(language, pictures, chats.to(device))
         trainer.step(rewriting + captioning, curve.seconds / args.budget)
         curve.add(trainer.iteration, rewriting=rewriting, captioning=captioning)
         if trainer.iteration % args.save_every == 0:
@@ -71,26 +79,15 @@ def answer_loss(language: FastLanguageModel, hidden: Tensor, labels: Tensor) -> 
     return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
-def rewriting_loss(language: FastLanguageModel, sample: Sample) -> Tensor:
-    device = next(language.model.parameters()).device
-    tokens = sample.rewriting.to(device)
+def rewriting_loss(language: FastLanguageModel, tokens: Tokens) -> Tensor:
     return answer_loss(language, language.hidden(language.embed(tokens.ids)), tokens.labels)
 
 
-def captioning_loss(
-    tokenizer: Any,
-    language: FastLanguageModel,
-    pictures: Tensor,
-    captions: list[str],
-    questions: list[str],
-) -> Tensor:
-    """pictures [n, 3, H, W] from -1 to 1."""
-    resized, grid = resize_for_vision(pictures)
-    seen = language.see(patchify(resized), grid)
-    embeddings, positions, _, labels = caption_inputs(
-        tokenizer, language, seen, grid, questions, captions
-    )
-    return answer_loss(language, language.hidden(embeddings, positions), labels)
+def captioning_loss(language: FastLanguageModel, pictures: Tensor, chats: Chats) -> Tensor:
+    """pictures [n, 3, H, W] from 0 to 1, of whole tokens."""
+    grid = (pictures.shape[2] // PATCH, pictures.shape[3] // PATCH)
+    embeddings = embed_chats(language, chats, language.see(patchify(pictures), grid))
+    return answer_loss(language, language.hidden(embeddings, chats.positions), chats.labels)
 
 
 def parse_args() -> argparse.Namespace:

@@ -11,7 +11,9 @@ that one set of weights does all three. Writes transformer-*.safetensors, text_e
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,10 +23,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training import fast, models
-from training.data import NUM_PREFIX, Sample, pick_questions, stream
+from training.data import (
+    NUM_CAPTION,
+    NUM_PREFIX,
+    Chats,
+    Sample,
+    Tokens,
+    make_chats,
+    pick_questions,
+    stream,
+)
 from training.fast import FastLanguageModel, FastTransformer
 from training.loop import Curve, Trainer, load_weights, num_parameters, save_weights
+from training.pictures import resize_for_vision
 from training.render import Renderer
+from training.replay import Recorder
 from training.train_ar import captioning_loss, rewriting_loss
 
 Grid = tuple[int, int]  # height and width in tokens of 16 pixels
@@ -43,9 +56,11 @@ MIXED_GRIDS: dict[Grid, float] = {
     (24, 12): 4,
     (12, 24): 4,
 }
+LOSSES = ("flow", "rewriting", "captioning")
 SIGMA_SHIFT = 0.6  # of the normal distribution whose sigmoid is sigma
 LANGUAGE_WEIGHT = 0.1  # of the language model's own tasks, against the flow's error
-NUM_CAPTIONED = 32  # pictures described in an iteration that does so
+NUM_REWRITTEN = 24  # prompts rewritten in an iteration
+NUM_CAPTIONED = 8  # pictures described in an iteration
 
 
 @dataclass
@@ -131,13 +146,12 @@ def main() -> None:
         trainer.load_state(args.state)
     print(f"{num_parameters([transformer, encoder]) / 1e6:.2f} M, from {trainer.iteration}")
 
-    run = Run(args, tokenizer, encoder, transformer, device)
+    run = Run(args, tokenizer, encoder, transformer, trainer)
     curve = Curve(args.out / "dit.jsonl", args.log_every)
     while not trainer.is_done and curve.seconds < min(args.max_seconds, args.budget):
         is_small = trainer.iteration < args.small_share * args.iterations
-        flow, language = run.losses(SMALL_GRIDS if is_small else MIXED_GRIDS, trainer.iteration)
-        trainer.step(flow + LANGUAGE_WEIGHT * sum(language.values()), curve.seconds / args.budget)
-        curve.add(trainer.iteration, flow=flow, **language)
+        run.iterate(SMALL_GRIDS if is_small else MIXED_GRIDS, curve.seconds / args.budget)
+        curve.add(trainer.iteration, **dict(zip(LOSSES, run.losses.clone(), strict=True)))
         if trainer.iteration % args.save_every == 0:
             trainer.swap()
             save(encoder, transformer, args.out)
@@ -162,47 +176,71 @@ class Run:
         tokenizer: Any,
         encoder: Any,
         transformer: Any,
-        device: torch.device,
+        trainer: Trainer,
     ) -> None:
         self.args = args
         self.tokenizer = tokenizer
-        self.device = device
+        self.trainer = trainer
+        self.device = torch.device(args.device)
+        seed = args.seed * 1_000_000 + args.first_iteration
+        self.rng = Random(seed)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.recorder = Recorder(self.generator)
         self.language = FastLanguageModel(encoder, args.compile)
         self.transformer = FastTransformer(transformer, args.compile)
-        self.maker = LatentMaker(args.start, device, args.compile)
-        seed = args.seed * 1_000_000 + args.first_iteration
-        self.samples = stream(tokenizer, args.fresh, args.fresh, seed, args.workers)
-        self.rng = Random(seed)
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.maker = LatentMaker(args.start, self.device, args.compile)
+        self.samples = stream(tokenizer, args.fresh, NUM_REWRITTEN, seed, args.workers)
         self.pools: dict[Grid, Pool] = {}
+        self.losses = torch.zeros(len(LOSSES), device=self.device)
+        self._train: dict[Grid, Callable[..., None]] = {}
 
-    def losses(self, grids: dict[Grid, float], iteration: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The flow's error on one size of pictures, and in turns the language model's."""
+    def iterate(self, grids: dict[Grid, float], time_share: float) -> None:
+        """Draw a batch of one size of pictures and learn from it."""
         grid = self.rng.choices(list(grids), weights=list(grids.values()))[0]
         if not self.pools:
             grid = (12, 12)  # compiled first, with different numbers for all that varies
+        if grid not in self._train:
+            train = partial(self._learn, grid)
+            self._train[grid] = self.recorder.wrap(train) if self.args.graphs else train
+        batch = self._make_batch(grid)
+        self.trainer.begin(time_share)
+        self._train[grid](*batch)
+
+    def _make_batch(self, grid: Grid) -> list[Tensor]:
+        """The arguments of `_learn`, on the device."""
         sample, pictures, tokens = self._refresh(grid)
         count = max(1, self.args.tokens // (grid[0] * grid[1]))
-        latents, prompts, num_text = self.pools[grid].draw(count, self.generator)
+        drawn = self.pools[grid].draw(count, self.generator)
+        # Half of the pictures to describe went through the autoencoder, as drawn ones do.
+        half = NUM_CAPTIONED // 2
+        decoded = self.maker.decode(tokens[half:NUM_CAPTIONED], grid)
+        shown, patches = resize_for_vision(torch.cat([pictures[:half], decoded]))
+        questions = pick_questions(self.rng, len(shown))
+        captions = sample.captions[: len(shown)]
+        chats = make_chats(self.tokenizer, patches, questions, captions, NUM_CAPTION)
+        texts = (sample.rewriting.to(self.device), chats.to(self.device))
+        return [*drawn, shown, *(getattr(text, f.name) for text in texts for f in fields(text))]
+
+    def _learn(
+        self,
+        grid: Grid,
+        latents: Tensor,
+        prompts: Tensor,
+        num_text: Tensor,
+        pictures: Tensor,
+        *texts: Tensor,
+    ) -> None:
+        """One step with the flow's error and the language model's own two.
+
+        Args:
+            texts: the fields of the `Tokens` to rewrite and of the `Chats` about the pictures.
+        """
         with torch.autocast(self.device.type, torch.bfloat16):
             flow = self._flow_loss(latents, prompts, num_text, grid)
-            if iteration % 2:
-                return flow, {}
-            rewriting = rewriting_loss(self.language, sample)
-            if iteration % 4:
-                return flow, {"rewriting": rewriting}
-            # Half of the pictures to describe went through the autoencoder, as drawn ones do.
-            shown = pictures[:NUM_CAPTIONED]
-            half = len(shown) // 2
-            shown = torch.cat([shown[:half], self.maker.decode(tokens[half : len(shown)], grid)])
-            questions = pick_questions(self.rng, len(shown))
-            captions = sample.captions[: len(shown)]
-            return flow, {
-                "rewriting": rewriting,
-                "captioning": captioning_loss(
-                    self.tokenizer, self.language, shown, captions, questions
-                ),
-            }
+            rewriting = rewriting_loss(self.language, Tokens(*texts[:3]))
+            captioning = captioning_loss(self.language, pictures, Chats(*texts[3:]))
+        self.losses.copy_(torch.stack([flow, rewriting, captioning]).detach())
+        self.trainer.update(flow + LANGUAGE_WEIGHT * (rewriting + captioning))
 
     def _refresh(self, grid: Grid) -> tuple[Sample, Tensor, Tensor]:
         """Put new pictures into the pool of a size; many the first time."""
@@ -250,6 +288,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=2000)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 
 
