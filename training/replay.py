@@ -18,6 +18,7 @@ class Recorder:
         self.generator = generator
         self.is_on = generator.device.type == "cuda"
         if self.is_on:
+            torch.cuda.synchronize()
             torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be recorded
             self.pool = torch.cuda.graph_pool_handle()
 
