@@ -44,6 +44,7 @@ Pixels = NDArray[np.uint8]  # [height, width, 3]
 
 KINDS = {"one object": (1, "shape"), "two objects": (2, None), "letters and digits": (1, "symbol")}
 SIDE = 256  # pixels
+OTHER_SIZES = ((128, 128), (256, 128), (192, 320), (384, 192), (384, 384))  # width and height
 NUM_OPEN_SEEDS = 6  # pictures drawn of each open prompt
 BATCH = 50  # pictures a call of the stock pipeline
 
@@ -113,18 +114,33 @@ def make_open_tasks(count: int) -> list[Task]:
 
 
 class Artist:
-    """Draws prompts at 256x256 with the checkpoint, through one of the two engines."""
+    """Draws prompts with the checkpoint, through one of the two engines."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.engine: Any = None
 
-    def draw(self, prompts: Sequence[str], seeds: Sequence[int], num_steps: int) -> list[Pixels]:
+    def draw(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        num_steps: int,
+        size: tuple[int, int] = (SIDE, SIDE),
+    ) -> list[Pixels]:
         draw = self._draw_stock if self.args.backend == "diffusers" else self._draw_omni
-        return draw(prompts, seeds, num_steps)
+        return draw(prompts, seeds, num_steps, size)
+
+    def draw_tasks(
+        self, tasks: Sequence[Task], num_steps: int, size: tuple[int, int] = (SIDE, SIDE)
+    ) -> list[Pixels]:
+        return self.draw([t.prompt for t in tasks], [t.seed for t in tasks], num_steps, size)
 
     def _draw_stock(
-        self, prompts: Sequence[str], seeds: Sequence[int], num_steps: int
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        num_steps: int,
+        size: tuple[int, int],
     ) -> list[Pixels]:
         if self.engine is None:
             self.engine = load_pipeline(self.args)
@@ -135,8 +151,8 @@ class Artist:
                 prompt=part,
                 negative_prompt=[" "] * len(part),
                 true_cfg_scale=self.args.guidance,
-                width=SIDE,
-                height=SIDE,
+                width=size[0],
+                height=size[1],
                 num_inference_steps=num_steps,
                 generator=[
                     torch.Generator("cpu").manual_seed(seed) for seed in seeds[start:][: len(part)]
@@ -147,7 +163,11 @@ class Artist:
         return drawn
 
     def _draw_omni(
-        self, prompts: Sequence[str], seeds: Sequence[int], num_steps: int
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        num_steps: int,
+        size: tuple[int, int],
     ) -> list[Pixels]:
         from vllm_omni.entrypoints.omni import Omni
         from vllm_omni.params import DiffusionParams
@@ -158,8 +178,8 @@ class Artist:
             DiffusionParams(
                 negative_prompt=" ",
                 true_cfg_scale=self.args.guidance,
-                width=SIDE,
-                height=SIDE,
+                width=size[0],
+                height=size[1],
                 num_inference_steps=num_steps,
                 seed=seed,
             )
@@ -219,6 +239,29 @@ def count_colours(tasks: Sequence[Task], pictures: Sequence[Pixels]) -> float:
         _, pieces = look(picture)
         colours[task.prompt].update(piece.colour for piece in pieces[:1])
     return round(float(np.mean([len(names) for names in colours.values()])), 1)
+
+
+def score_open(artist: Artist, count: int, num_steps: int) -> dict[str, Any]:
+    """Prompts that leave nearly all open."""
+    tasks = make_open_tasks(count)
+    drawn = artist.draw_tasks(tasks, num_steps)
+    colours = count_colours(tasks, drawn)
+    scores = {"scores": score_drawing(tasks, drawn), f"colours in {NUM_OPEN_SEEDS} seeds": colours}
+    print(json.dumps(scores), flush=True)
+    return scores
+
+
+def score_sizes(
+    artist: Artist, tasks: Sequence[Task], count: int, num_steps: int
+) -> dict[str, dict[str, float]]:
+    """The first tasks once more, in other sizes."""
+    scores: dict[str, dict[str, float]] = {}
+    for width, height in OTHER_SIZES:
+        kind = f"{width}x{height}"
+        of_size = [replace(task, kind=kind) for task in tasks[:count]]
+        scores |= score_drawing(of_size, artist.draw_tasks(of_size, num_steps, (width, height)))
+    print(json.dumps(scores), flush=True)
+    return scores
 
 
 class Speaker:
@@ -333,20 +376,16 @@ def main() -> None:
     pictures: list[Pixels] = []
     for num_steps in args.steps:
         start = time.perf_counter()
-        drawn = artist.draw([t.prompt for t in tasks], [t.seed for t in tasks], num_steps)
+        drawn = artist.draw_tasks(tasks, num_steps)
         seconds = time.perf_counter() - start
         pictures = pictures or drawn
         scores = score_drawing(tasks, drawn)
         figures["steps"][num_steps] = {"seconds": round(seconds, 1), "scores": scores}
         print(f"{num_steps} steps, {seconds:.0f} s: {json.dumps(scores)}", flush=True)
         write_report(args.out, figures)
-    open_tasks = make_open_tasks(args.open_prompts)
-    drawn = artist.draw([t.prompt for t in open_tasks], [t.seed for t in open_tasks], args.steps[0])
-    figures["open"] = {
-        "scores": score_drawing(open_tasks, drawn),
-        f"colours in {NUM_OPEN_SEEDS} seeds": count_colours(open_tasks, drawn),
-    }
-    print(json.dumps(figures["open"]), flush=True)
+    figures["open"] = score_open(artist, args.open_prompts, args.steps[0])
+    figures["sizes"] = score_sizes(artist, tasks, args.size_prompts, args.steps[0])
+    write_report(args.out, figures)
     sheet = artist.draw(SHEET_PROMPTS, range(len(SHEET_PROMPTS)), args.steps[0])
     save_sheet(args.out / "contact_sheet.png", sheet)
     artist.close()
@@ -372,9 +411,8 @@ def write_report(out: Path, figures: dict[str, Any]) -> None:
     facts = ("all", "count", "shape", "colour", "size", "place", "relation", "background")
     lines = [f"| steps | kind | {' | '.join(facts)} |", "|" + " --- |" * (len(facts) + 2)]
     parts = [(steps, part["scores"]) for steps, part in figures["steps"].items()]
-    parts += (
-        [(next(iter(figures["steps"])), figures["open"]["scores"])] if "open" in figures else []
-    )
+    others = (figures.get("open", {}).get("scores", {}), figures.get("sizes", {}))
+    parts += [(next(iter(figures["steps"])), scores) for scores in others]
     for num_steps, by_kind in parts:
         for kind, scores in by_kind.items():
             cells = [f"{scores[fact]:.1f}" if fact in scores else "" for fact in facts]
@@ -393,6 +431,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--open-prompts", type=int, default=120, help="that name objects only")
+    parser.add_argument("--size-prompts", type=int, default=60, help="of every other size")
     parser.add_argument("--steps", type=int, nargs="+", default=[20, 10])
     parser.add_argument("--guidance", type=float, default=3.0)
     return parser.parse_args()
