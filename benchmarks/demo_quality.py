@@ -103,7 +103,7 @@ def make_open_tasks(count: int) -> list[Task]:
             scene = replace(
                 scene, things=(replace(scene.things[0], glyph=SHAPES[index // 2 % 10]),)
             )
-        said = Said((False,) * num_things, (False,) * num_things, False, False)
+        said = Said.nothing(scene)
         prompt = make_caption(rng, scene, said)
         kind = f"open, {'one object' if num_things == 1 else 'two objects'}"
         tasks += [Task(kind, prompt, scene, said, seed) for seed in range(NUM_OPEN_SEEDS)]

@@ -347,7 +347,7 @@ def sample_rewriting(rng: Random, scene: Scene) -> tuple[str, str]:
         count = len(scene.things)
         said = Said((rng.random() < 0.4,) * count, (rng.random() < 0.2,) * count, False, False)
     if len(scene.things) == 1 and rng.random() < 0.15:
-        said = Said((False,), (False,), False, False)
+        said = Said.nothing(scene)
         prompt = name_of(scene.things[0].glyph)
     else:
         prompt = make_caption(rng, scene, said)

@@ -20,6 +20,7 @@ from vllm_omni.models.qwen_image.prompt import REWRITE_INSTRUCTION, TEXT_TO_IMAG
 
 NUM_TEXT = 40  # tokens a prompt is padded to, the end of its template included
 NUM_PREFIX = TEXT_TO_IMAGE.num_prefix_tokens
+OPEN_SHARE = 0.1  # of captions, names objects and nothing else: what people try first
 EMPTY_SHARE = 0.1  # of prompts, for guidance
 NUM_REWRITING = 128  # tokens a chat that rewrites a prompt is padded to
 NUM_CAPTION = 48  # tokens a chat about a picture is padded to, from the picture's end on
@@ -91,7 +92,8 @@ def sample_pair(rng: Random) -> tuple[Scene, str]:
     """A scene that is not held out, and one of its captions."""
     while True:
         scene = sample_training_scene(rng)
-        said = Said.sample(rng, scene)
+        is_open = rng.random() < OPEN_SHARE
+        said = Said.nothing(scene) if is_open else Said.sample(rng, scene)
         settled = settle(rng, scene, said)
         if not settled.is_held_out:
             return settled, make_caption(rng, settled, said)

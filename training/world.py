@@ -134,6 +134,11 @@ class Said:
         return cls((True,) * count, (True,) * count, True, True)
 
     @classmethod
+    def nothing(cls, scene: Scene) -> Said:
+        count = len(scene.things)
+        return cls((False,) * count, (False,) * count, False, False)
+
+    @classmethod
     def sample(cls, rng: Random, scene: Scene) -> Said:
         """Everything in most captions, each fact by a coin in the others."""
         if rng.random() < 0.5:
