@@ -4,15 +4,18 @@ Held-out prompts of `demo_quality`, 256x256, 20 steps, guidance 3, float32, each
 setting of every cache: ours inside the engine, all pictures in one batch; Cache-DiT and diffusers'
 own FirstBlockCache alone in diffusers, one picture at a time. Reported: the percent of pictures
 that show all they were told (`training.judge`), block computations and PSNR against no cache, and
-seconds. Two halves make the table, scores on many prompts and seconds on a quiet CPU:
+seconds. Scores are taken on many prompts, seconds on a quiet CPU, where nothing is judged:
 
-    PYTHONPATH=.:vendor/site:vendor/diffusers-0.42.1-py3-none-any.whl:\\
-    vendor/cache_dit-1.5.3-py3-none-any.whl python3 benchmarks/cache_quality.py --device cuda \\
-        --prompts 300 --alone-prompts 96 --processes 15 --out $OUT/scores.json
-    python benchmarks/cache_quality.py --prompts 12 --alone-prompts 6 --rounds 2 --out clock.json
-    python benchmarks/cache_quality.py --report scores.json clock.json --out cache_quality.md
+    export PYTHONPATH=.    # where vLLM-omni is not installed, with vendor/ as told below
+    bench="python benchmarks/cache_quality.py"
+    $bench --device cuda --processes 8 --out scores.json
+    $bench --engine diffusers --prompts 48 --processes 7 --out alone.json
+    $bench --prompts 8 --batch 4 --rounds 2 --out clock.json
+    $bench --engine diffusers --prompts 8 --rounds 2 --out clock_alone.json
+    $bench --report scores.json alone.json --clock clock.json clock_alone.json --out table.md
 
-`vendor/`: see benchmarks/packed_step_gpu.py; with cache-dit 1.5.3 beside it. No vLLM is needed.
+No vLLM is needed. For a machine without diffusers see benchmarks/packed_step_gpu.py; the wheel of
+cache-dit 1.5.3 joins the others in `vendor/` and on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ import multiprocessing
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -55,28 +58,28 @@ GUIDANCE = 3.0
 CHUNK = 4  # pictures that a process draws alone before it takes others
 OURS, ALONE = "vllm-omni", "diffusers"
 
-SETTINGS: tuple[tuple[str, str], ...] = (
-    (OURS, "none"),
-    *((OURS, f"first_block {t}") for t in ("0.15", "0.2", "0.25", "0.3", "0.4")),
-    *((OURS, f"tea {t}") for t in ("0.15", "0.2", "0.25", "0.3", "0.4")),
-    *((OURS, f"taylor {t}") for t in ("0.15", "0.2", "0.25", "0.3", "0.4")),
-    *((OURS, f"taylor {t} order=2") for t in ("0.2", "0.25", "0.3")),
-    (ALONE, "none"),
-    (ALONE, "first_block 0.25"),
-    (ALONE, "cache_dit residual_diff_threshold=0.25 max_warmup_steps=2"),
-    (
-        ALONE,
+SETTINGS: Mapping[str, Sequence[str]] = {
+    OURS: (
+        "none",
+        *(f"first_block {threshold}" for threshold in ("0.2", "0.25", "0.3")),
+        *(f"tea {threshold}" for threshold in ("0.2", "0.25", "0.3")),
+        *(f"taylor {threshold}" for threshold in ("0.2", "0.25", "0.3")),
+        *(f"taylor {threshold} order=2" for threshold in ("0.2", "0.25", "0.3")),
+    ),
+    ALONE: (
+        "none",
+        "first_block 0.25",
+        "cache_dit residual_diff_threshold=0.25 max_warmup_steps=2",
         "cache_dit residual_diff_threshold=0.25 max_warmup_steps=2 calibrator=taylorseer",
     ),
-)
-"""Engine and cache: a method, for ours its threshold, and further fields."""
+}
+"""By engine, no cache first: a method, for ours its threshold, and further fields."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A cache, and whose engine has it."""
+    """A cache, as it is written in `SETTINGS`."""
 
-    engine: str
     cache: str
 
     @cached_property
@@ -90,10 +93,6 @@ class Setting:
             name, _, value = word.rpartition("=")
             given[name or "threshold"] = _parse_value(value)
         return {"method": method, **({"options": given} if method == "cache_dit" else given)}
-
-    @property
-    def is_alone(self) -> bool:
-        return self.engine == ALONE
 
 
 def _parse_value(value: str) -> Any:
@@ -110,6 +109,12 @@ class Drawing:
     pictures: list[Pixels]
     num_blocks: int  # computed, over all rows of all steps
     seconds: float
+
+
+class Artist(Protocol):
+    """What draws."""
+
+    def draw(self, tasks: Sequence[Task], setting: Setting) -> Drawing: ...
 
 
 # --- inside the engine ---
@@ -142,7 +147,7 @@ class Engine:
                 true_cfg_scale=GUIDANCE,
                 width=SIDE,
                 height=SIDE,
-                num_inference_steps=num_steps,
+                num_inference_steps=NUM_STEPS,
                 seed=task.seed,
                 cache=parse_cache(setting.fields),
             )
@@ -202,8 +207,31 @@ def load_pipeline(model: Path) -> Any:
     return pipeline
 
 
+class Alone:
+    """Draws one picture after another, as users of diffusers do, in one process or several."""
+
+    def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
+        self.model = args.model
+        self.pool = pool
+
+    def draw(self, tasks: Sequence[Task], setting: Setting) -> Drawing:
+        if self.pool is None:
+            return draw_alone(self.model, setting, tasks)
+        starts = range(0, len(tasks), CHUNK)
+        parts = [
+            self.pool.submit(draw_alone, self.model, setting, tasks[start : start + CHUNK])
+            for start in starts
+        ]
+        drawings = [part.result() for part in parts]
+        return Drawing(
+            pictures=[picture for drawing in drawings for picture in drawing.pictures],
+            num_blocks=sum(drawing.num_blocks for drawing in drawings),
+            seconds=sum(drawing.seconds for drawing in drawings),
+        )
+
+
 def draw_alone(model: Path, setting: Setting, tasks: Sequence[Task]) -> Drawing:
-    """One picture after another, as users of diffusers call it."""
+    """With the pipeline of this process."""
     pipeline = load_pipeline(model)
     network = pipeline.transformer
     before = network.num_blocks
@@ -265,108 +293,77 @@ class _Cached:
 # --- the run ---
 
 
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A setting, what came of it, and the verdicts, which may still be on their way."""
+
+    setting: Setting
+    drawing: Drawing
+    verdicts: list[Future[bool]]
+
+    @property
+    def are_right(self) -> list[bool]:
+        return [verdict.result() for verdict in self.verdicts]
+
+
 class Bench:
-    """Draws and judges; with `--processes`, judging and drawing alone go on beside the engine."""
+    """Draws with every setting, and judges in processes beside it."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
         self.args = args
-        self.tasks = make_tasks(max(args.prompts, args.alone_prompts))
-        self.pool = ProcessPoolExecutor(
-            max(1, args.processes),
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=torch.set_num_threads,
-            initargs=(1,),
-        )
+        self.pool = pool
+        self.tasks = make_tasks(args.prompts)
+        self.artist: Artist = Engine(args) if args.engine == OURS else Alone(args, pool)
 
-    def run(self) -> list[dict[str, Any]]:
-        settings = [Setting(*pair) for pair in self._select()]
-        ours = [setting for setting in settings if not setting.is_alone]
-        alone = [setting for setting in settings if setting.is_alone]
-        started = {setting: self._start_alone(setting) for setting in alone}
-        drawn = self._draw_ours(ours)
-        drawn |= {setting: _join(parts) for setting, parts in started.items()}
-        marks = {setting: self._judge(drawing.pictures) for setting, drawing in drawn.items()}
-        right = {setting: [future.result() for future in of] for setting, of in marks.items()}
-        self.pool.shutdown()
-        plain = {setting.engine: setting for setting in settings if setting.fields is None}
-        return [
-            self._report(
-                setting,
-                drawn[setting],
-                drawn[plain[setting.engine]],
-                right[setting],
-                right[plain[setting.engine]],
+    def run(self) -> Iterator[dict[str, Any]]:
+        """The figures of each setting; it is judged while the next one is drawn."""
+        settings = [Setting(cache) for cache in self.args.settings or SETTINGS[self.args.engine]]
+        self.artist.draw(self.tasks[:1] if self.pool is None else self.tasks, settings[0])
+        judged: list[Judged] = []
+        for setting in settings:
+            drawing = min(
+                (self.artist.draw(self.tasks, setting) for _ in range(self.args.rounds)),
+                key=lambda drawing: drawing.seconds,
             )
-            for setting in settings
-        ]
-
-    def _select(self) -> list[tuple[str, str]]:
-        wanted = self.args.settings
-        return [
-            pair
-            for pair in (wanted or SETTINGS)
-            if (self.args.alone_prompts if pair[0] == ALONE else self.args.prompts)
-        ]
-
-    def _draw_ours(self, settings: Sequence[Setting]) -> dict[Setting, Drawing]:
-        if not settings:
-            return {}
-        engine = Engine(self.args)
-        tasks = self.tasks[: self.args.prompts]
-        engine.draw(tasks, settings[0], num_steps=1)  # prompts are encoded, memory is there
-        drawn: dict[Setting, Drawing] = {}
-        for _ in range(self.args.rounds):
-            for setting in settings:
-                drawing = engine.draw(tasks, setting)
-                if setting not in drawn or drawing.seconds < drawn[setting].seconds:
-                    drawn[setting] = drawing
-                print(f"{drawing.seconds:8.2f} s  {setting.cache}", file=sys.stderr, flush=True)
-        engine.core.shutdown()
-        return drawn
-
-    def _start_alone(self, setting: Setting) -> list[Future[Drawing]]:
-        tasks = self.tasks[: self.args.alone_prompts]
-        chunks = [tasks[start : start + CHUNK] for start in range(0, len(tasks), CHUNK)]
-        started = [
-            self.pool.submit(draw_alone, self.args.model, setting, chunk) for chunk in chunks
-        ]
-        if not self.args.processes:  # nothing else is to run while it is timed
-            for future in started:
-                future.result()
-        return started
+            print(f"{drawing.seconds:8.2f} s  {setting.cache}", file=sys.stderr, flush=True)
+            judged.append(Judged(setting, drawing, self._judge(drawing.pictures)))
+            if len(judged) > 1:
+                yield self._report(judged[-2], judged[0])
+        yield self._report(judged[-1], judged[0])
 
     def _judge(self, pictures: Sequence[Pixels]) -> list[Future[bool]]:
-        return [
-            self.pool.submit(is_right, picture, task)
-            for picture, task in zip(pictures, self.tasks, strict=False)
-        ]
+        if self.pool is None:
+            return []
+        pairs = zip(pictures, self.tasks, strict=True)
+        return [self.pool.submit(is_right, picture, task) for picture, task in pairs]
 
-    def _report(
-        self,
-        setting: Setting,
-        drawing: Drawing,
-        plain: Drawing,
-        right: Sequence[bool],
-        plain_right: Sequence[bool],
-    ) -> dict[str, Any]:
-        pairs = list(zip(right, plain_right, strict=True))
-        psnrs = [get_psnr(a, b) for a, b in zip(drawing.pictures, plain.pictures, strict=True)]
+    def _report(self, one: Judged, plain: Judged) -> dict[str, Any]:
+        drawing, without = one.drawing, plain.drawing
+        psnrs = [get_psnr(a, b) for a, b in zip(drawing.pictures, without.pictures, strict=True)]
+        return {
+            "engine": self.args.engine,
+            "cache": one.setting.cache,
+            "prompts": len(drawing.pictures),
+            "block_ratio": round(without.num_blocks / drawing.num_blocks, 3),
+            "psnr": round(float(np.mean(psnrs)), 1),
+            "worst_psnr": round(min(psnrs), 1),
+            "seconds": round(drawing.seconds, 2),
+            "time_ratio": round(without.seconds / drawing.seconds, 3),
+            **(self._score(one, plain) if one.verdicts else {}),
+        }
+
+    def _score(self, one: Judged, plain: Judged) -> dict[str, Any]:
+        """Percent of the pictures that are right, and how many are right in only one of both."""
+        right = one.are_right
+        pairs = list(zip(right, plain.are_right, strict=True))
         kinds: dict[str, list[bool]] = {}
-        for task, is_one_right in zip(self.tasks, right, strict=False):
+        for task, is_one_right in zip(self.tasks, right, strict=True):
             kinds.setdefault(task.kind, []).append(is_one_right)
         return {
-            "engine": setting.engine,
-            "cache": setting.cache,
-            "prompts": len(right),
             "score": percent(right),
             "lost": sum(was and not now for now, was in pairs),
             "won": sum(now and not was for now, was in pairs),
             "kinds": {kind: percent(of_kind) for kind, of_kind in kinds.items()},
-            "block_ratio": round(plain.num_blocks / drawing.num_blocks, 3),
-            "psnr": round(float(np.mean(psnrs)), 1),
-            "worst_psnr": round(min(psnrs), 1),
-            "seconds": round(drawing.seconds, 2),
-            "time_ratio": round(plain.seconds / drawing.seconds, 3),
         }
 
 
@@ -375,81 +372,98 @@ def is_right(picture: Pixels, task: Task) -> bool:
     return all(judge(picture, task.scene, task.said).values())
 
 
-def _join(parts: Sequence[Future[Drawing]]) -> Drawing:
-    drawings = [part.result() for part in parts]
-    return Drawing(
-        pictures=[picture for drawing in drawings for picture in drawing.pictures],
-        num_blocks=sum(drawing.num_blocks for drawing in drawings),
-        seconds=sum(drawing.seconds for drawing in drawings),
-    )
-
-
 def percent(values: Sequence[bool]) -> float:
     return round(100 * float(np.mean(values)), 1)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Write what is there after every setting."""
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
+        "results": [],
+    }
+    start = time.perf_counter()
+    pool = make_pool(args.processes) if args.processes else None
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for result in Bench(args, pool).run():
+        report["results"].append(result)
+        report["seconds"] = round(time.perf_counter() - start, 1)
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    if pool is not None:
+        pool.shutdown()
+    print(to_markdown([report], [report]), end="")
+
+
+def make_pool(num_processes: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(
+        num_processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(1,),
+    )
 
 
 # --- the table ---
 
 
-def to_markdown(scores: dict[str, Any], clock: dict[str, Any]) -> str:
-    """Scores of one run and seconds of another, setting by setting."""
-    timed = {(one["engine"], one["cache"]): one for one in clock["results"]}
+def to_markdown(scores: Sequence[dict[str, Any]], clocks: Sequence[dict[str, Any]]) -> str:
+    """Scores of some runs and seconds of others, setting by setting."""
+    timed = {(one["engine"], one["cache"]): one for clock in clocks for one in clock["results"]}
     lines = [
         "| engine | cache | score, % | lost / won | block computations | PSNR, dB (worst) "
         "| seconds a picture | times faster |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for one in scores["results"]:
+    for one in (one for report in scores for one in report["results"]):
         time_of = timed.get((one["engine"], one["cache"]))
-        seconds = f"{time_of['seconds'] / time_of['prompts']:.2f}" if time_of else ""
-        faster = f"{time_of['time_ratio']:.2f}" if time_of else ""
-        psnr = "" if one["cache"] == "none" else f"{one['psnr']} ({one['worst_psnr']})"
-        lines.append(
-            f"| {one['engine']} | {one['cache']} | {one['score']} of {one['prompts']} "
-            f"| {one['lost']} / {one['won']} | {one['block_ratio']:.2f}x fewer | {psnr} "
-            f"| {seconds} | {faster} |"
-        )
+        score = f"{one['score']} of {one['prompts']}" if "score" in one else ""
+        cells = [
+            one["engine"],
+            one["cache"],
+            score,
+            f"{one['lost']} / {one['won']}" if score else "",
+            f"{one['block_ratio']:.2f}x fewer",
+            "" if one["cache"] == "none" else f"{one['psnr']} ({one['worst_psnr']})",
+            f"{time_of['seconds'] / time_of['prompts']:.2f}" if time_of else "",
+            f"{time_of['time_ratio']:.2f}" if time_of else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     args = parse_args()
-    if args.report is not None:
-        args.out.write_text(to_markdown(*(json.loads(path.read_text()) for path in args.report)))
-        return
-    start = time.perf_counter()
-    report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
-        "results": Bench(args).run(),
-    }
-    report["seconds"] = round(time.perf_counter() - start, 1)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(to_markdown(report, report), end="")
+    if args.report:
+        scores, clocks = (
+            [json.loads(path.read_text()) for path in paths] for paths in (args.report, args.clock)
+        )
+        args.out.write_text(to_markdown(scores, clocks))
+    else:
+        measure(args)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine", choices=list(SETTINGS), default=OURS)
     parser.add_argument("--model", type=Path, default=Path("vllm_omni/demo"))
     parser.add_argument("--out", type=Path, required=True, help="JSON, or Markdown of --report")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the engine")
-    parser.add_argument("--prompts", type=int, default=300, help="for the engine; 0: none")
-    parser.add_argument("--alone-prompts", type=int, default=96, help="for diffusers; 0: none")
-    parser.add_argument("--batch", type=int, default=300, help="pictures in a step")
-    parser.add_argument("--rounds", type=int, default=1, help="of the engine; the fastest counts")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of our engine")
+    parser.add_argument("--prompts", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=300, help="pictures in a step of our engine")
+    parser.add_argument("--rounds", type=int, default=1, help="the fastest counts")
     parser.add_argument(
-        "--processes", type=int, default=0, help="beside the engine; 0: one after another"
+        "--processes", type=int, default=0, help="that judge, or draw alone; 0: only time is taken"
     )
     parser.add_argument(
         "--setting",
         dest="settings",
         action="append",
-        type=lambda text: tuple(text.split(":", 1)),
-        metavar="ENGINE:CACHE",
-        help="instead of all; repeatable, 'vllm-omni:none' first",
+        metavar="CACHE",
+        help="instead of all, such as 'tea 0.2'; repeatable, the first is what is compared with",
     )
-    parser.add_argument("--report", type=Path, nargs=2, metavar=("SCORES", "CLOCK"))
+    parser.add_argument("--report", type=Path, nargs="+", metavar="SCORES")
+    parser.add_argument("--clock", type=Path, nargs="+", default=[], metavar="FILE")
     return parser.parse_args()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL.Image import Image
 
-from vllm_omni.benchmark.plot import COLOURS, STYLE
 from vllm_omni.outputs import OmniOutput
 from vllm_omni.params import DiffusionParams
 from vllm_omni.step_cache import StepCacheParams
@@ -21,6 +21,7 @@ THRESHOLDS: Mapping[str, Sequence[float]] = {
     "tea": (0.1, 0.2, 0.3, 0.45, 0.6),
     "taylor": (0.1, 0.15, 0.2, 0.3, 0.4),
 }
+Pixels = NDArray[np.uint8]  # [height, width, 3]
 SAME = 100.0  # dB, of pictures that are equal to the last bit
 
 
@@ -112,7 +113,7 @@ def make_settings(
     ]
 
 
-def get_psnr(image: Image, other: Image) -> float:
+def get_psnr(image: Image | Pixels, other: Image | Pixels) -> float:
     """Peak signal-to-noise ratio in decibels."""
     difference = np.asarray(image).astype(float) - np.asarray(other).astype(float)
     error = float((difference**2).mean())
@@ -140,6 +141,8 @@ def write_plot(path: Path, title: str, results: Sequence[CacheResult]) -> None:
     """Speed to the right, quality upwards: the best settings are in the upper right corner."""
     import matplotlib
     from matplotlib.figure import Figure
+
+    from vllm_omni.benchmark.plot import COLOURS, STYLE
 
     def draw(axes: Any, label: str, get: Callable[[CacheResult], float]) -> None:
         methods = list(dict.fromkeys(result.cache.method for result in results))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -18,13 +19,21 @@ _DEFAULT = "cache"
 _NOTHING = torch.empty(0)
 
 
+class CacheKind(StrEnum):
+    """Of an entry: who needs it, and how badly."""
+
+    REQUEST = "request"  # latents, projected text: stays as long as its request runs
+    STEP_CACHE = "step_cache"  # a request's too, but it may be evicted while that runs
+    PROMPT = "prompt"  # of nobody; the first to go
+
+
 @dataclass(eq=False, slots=True)
 class _Entry:
     tensor: Tensor
     num_bytes: int
     last_used: float
+    kind: CacheKind
     reserved: Tensor | None = None  # the start-up buffer it lies in, if any
-    is_optional: bool = False  # it may be evicted while its request runs
     let_go: Callable[[], None] | None = None  # of what lies elsewhere
 
 
@@ -53,18 +62,32 @@ class DiTCacheManager:
         self._free_reserved = sorted(
             (self._new_buffer(tensor.size) for tensor in config.reserved_tensors), key=len
         )
-        self._used = config.reserved_size
-        self.num_evictions = 0
+        self._bytes: Counter[CacheKind] = Counter()  # outside of those buffers
+        self._evictions: Counter[CacheKind] = Counter()
 
     @property
     def used_bytes(self) -> int:
-        return self._used
+        return self.config.reserved_size + self._bytes.total()
 
     @property
     def request_bytes(self) -> int:
         """Of that, what requests hold of their own."""
-        entries = [entry for of_request in self._requests.values() for entry in of_request.values()]
-        return sum(entry.num_bytes for entry in entries)
+        return self._bytes[CacheKind.REQUEST] + self._bytes[CacheKind.STEP_CACHE]
+
+    @property
+    def num_evictions(self) -> int:
+        """Entries that gave way, since the start: all step caches of a request count as one."""
+        return self._evictions.total()
+
+    def get_bytes(self) -> dict[str, int]:
+        """By kind, the buffers that were reserved at start left out."""
+        return {kind.value: self._bytes[kind] for kind in CacheKind}
+
+    def get_evictions(self) -> dict[str, int]:
+        """By kind, since the start; a request's own entries are never evicted."""
+        return {
+            kind.value: self._evictions[kind] for kind in CacheKind if kind != CacheKind.REQUEST
+        }
 
     # --- a request's own entries ---
 
@@ -72,17 +95,23 @@ class DiTCacheManager:
         """A buffer of `size` bytes [size] uint8 for a request, replacing its earlier one."""
         if size < 1:
             raise ValueError(f"size={size} is not allowed: at least 1 byte")
+        return self._allocate(request_id, name, size, CacheKind.REQUEST).tensor
+
+    def _allocate(self, request_id: str, name: str, size: int, kind: CacheKind) -> _Entry:
         self._drop(request_id, name)
         fitting = (i for i, buffer in enumerate(self._free_reserved) if len(buffer) >= size)
         if (index := next(fitting, None)) is not None:
             reserved = self._free_reserved.pop(index)
-            entry = _Entry(reserved[:size], 0, self._clock(), reserved)
+            entry = _Entry(reserved[:size], 0, self._clock(), kind, reserved)
         else:
             self._make_room(size)
-            entry = _Entry(self._new_buffer(size), size, self._clock())
-            self._used += size
+            entry = _Entry(self._new_buffer(size), size, self._clock(), kind)
+        self._add(request_id, name, entry)
+        return entry
+
+    def _add(self, request_id: str, name: str, entry: _Entry) -> None:
         self._requests.setdefault(request_id, {})[name] = entry
-        return entry.tensor
+        self._bytes[entry.kind] += entry.num_bytes
 
     def get_cache(self, request_id: str, name: str = _DEFAULT) -> Tensor | None:
         entry = self._requests.get(request_id, {}).get(name)
@@ -105,11 +134,13 @@ class DiTCacheManager:
 
     def cache_tensor(self, request_id: str, name: str, tensor: Tensor) -> Tensor:
         """Copy a tensor into a buffer of the request's own; the answer is that buffer."""
+        return self._copy(request_id, name, tensor, CacheKind.REQUEST)
+
+    def _copy(self, request_id: str, name: str, tensor: Tensor, kind: CacheKind) -> Tensor:
         held = self.get_cache(request_id, name)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            buffer = self.allocate_cache(request_id, tensor.nbytes, name)
-            held = buffer.view(tensor.dtype).view(tensor.shape)
-            self._requests[request_id][name].tensor = held
+            entry = self._allocate(request_id, name, tensor.nbytes, kind)
+            held = entry.tensor = entry.tensor.view(tensor.dtype).view(tensor.shape)
         return held.copy_(tensor)
 
     def try_cache_tensor(self, request_id: str, name: str, tensor: Tensor) -> bool:
@@ -122,8 +153,7 @@ class DiTCacheManager:
         if is_new and not self._has_room(tensor.nbytes):
             self._drop(request_id, name)
             return False
-        self.cache_tensor(request_id, name, tensor)
-        self._requests[request_id][name].is_optional = True
+        self._copy(request_id, name, tensor, CacheKind.STEP_CACHE)
         return True
 
     def try_hold(
@@ -141,9 +171,8 @@ class DiTCacheManager:
             let_go()
             return False
         self._make_room(num_bytes)
-        entry = _Entry(_NOTHING, num_bytes, self._clock(), is_optional=True, let_go=let_go)
-        self._requests.setdefault(request_id, {})[name] = entry
-        self._used += num_bytes
+        entry = _Entry(_NOTHING, num_bytes, self._clock(), CacheKind.STEP_CACHE, let_go=let_go)
+        self._add(request_id, name, entry)
         return True
 
     def cache_latents(self, request_id: str, latents: Tensor) -> Tensor:
@@ -161,8 +190,8 @@ class DiTCacheManager:
             self._make_room(embeds.nbytes)
         except CacheAllocationError:
             return  # not worth failing for: the next request encodes again
-        self._shared[key] = _Entry(embeds, embeds.nbytes, self._clock())
-        self._used += embeds.nbytes
+        self._shared[key] = _Entry(embeds, embeds.nbytes, self._clock(), CacheKind.PROMPT)
+        self._bytes[CacheKind.PROMPT] += embeds.nbytes
 
     def get_cached_prompt(self, key: Hashable) -> Tensor | None:
         entry = self._shared.get(key)
@@ -186,34 +215,39 @@ class DiTCacheManager:
 
     def _has_room(self, size: int) -> bool:
         """Whether something fits beside all that requests hold."""
-        shared = sum(entry.num_bytes for entry in self._shared.values())
-        return self._used - shared + size <= self.config.max_cache_size
+        needed = self.used_bytes - self._bytes[CacheKind.PROMPT]
+        return needed + size <= self.config.max_cache_size
 
     def _make_room(self, size: int) -> None:
         budget = self.config.max_cache_size
-        evictable = sum(
-            entry.num_bytes for entries in self._evictable.values() for entry in entries.values()
-        ) + sum(entry.num_bytes for entry in self._shared.values())
-        if self._used - evictable + size > budget:
+        needed = self.used_bytes - self._bytes[CacheKind.PROMPT] - self._bytes[CacheKind.STEP_CACHE]
+        if needed + size > budget:
             raise CacheAllocationError(
-                f"{size} bytes do not fit: {self._used - evictable} of max_cache_size={budget} "
+                f"{size} bytes do not fit: {needed} of max_cache_size={budget} "
                 f"are in use; raise that setting, or run fewer or smaller requests at once"
             )
-        while self._used + size > budget:
+        while self.used_bytes + size > budget:
             if self._shared:
                 self._drop_shared(next(iter(self._shared)))
+                self._evictions[CacheKind.PROMPT] += 1
             else:
                 self._evict_request(self._evictable)
-            self.num_evictions += 1
+                self._evictions[CacheKind.STEP_CACHE] += 1
 
     @property
     def _evictable(self) -> dict[str, dict[str, _Entry]]:
-        """The optional entries, by request and name."""
-        optional = {
-            request_id: {name: entry for name, entry in entries.items() if entry.is_optional}
+        """The step caches, by request and name, of requests whose eviction gives room."""
+        step_caches = {
+            request_id: {
+                name: entry for name, entry in entries.items() if entry.kind is CacheKind.STEP_CACHE
+            }
             for request_id, entries in self._requests.items()
         }
-        return {request_id: entries for request_id, entries in optional.items() if entries}
+        return {
+            request_id: entries
+            for request_id, entries in step_caches.items()
+            if any(entry.num_bytes for entry in entries.values())
+        }
 
     def _evict_request(self, evictable: dict[str, dict[str, _Entry]]) -> None:
         """Of the request that used its own longest ago, all: a part is of no use."""
@@ -227,7 +261,7 @@ class DiTCacheManager:
         entries = self._requests.get(request_id, {})
         if (entry := entries.pop(name, None)) is None:
             return
-        self._used -= entry.num_bytes
+        self._bytes[entry.kind] -= entry.num_bytes
         if entry.reserved is not None:
             self._free_reserved.append(entry.reserved)
             self._free_reserved.sort(key=len)
@@ -238,7 +272,7 @@ class DiTCacheManager:
 
     def _drop_shared(self, key: Hashable) -> None:
         if (entry := self._shared.pop(key, None)) is not None:
-            self._used -= entry.num_bytes
+            self._bytes[entry.kind] -= entry.num_bytes
 
     def _new_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
