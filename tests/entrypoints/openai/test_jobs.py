@@ -14,10 +14,10 @@ import pytest
 from tests.inner_server import InnerServer, Served
 from tests.pictures import get_difference, open_picture, read_pixels
 from tests.serving import ServerProcess
+from vllm_omni.entrypoints.openai.admission import Admission
 from vllm_omni.entrypoints.openai.errors import APIError
 from vllm_omni.entrypoints.openai.images import ImageService
 from vllm_omni.entrypoints.openai.jobs import JobRecord, JobStore
-from vllm_omni.entrypoints.openai.limits import Admission
 from vllm_omni.entrypoints.openai.protocol import ImageJobRequest
 
 SHORT: dict[str, Any] = {"prompt": "a", "size": "64x64", "num_inference_steps": 2, "seed": 1}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import hashlib
 import hmac
 import re
 import time
@@ -21,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_omni.entrypoints.openai.config import ServerConfig
+from vllm_omni.entrypoints.openai.config import ServerConfig, digest_key, get_owner
 from vllm_omni.entrypoints.openai.disconnect import CLIENT_CLOSED_REQUEST
 from vllm_omni.entrypoints.openai.errors import APIError, shutting_down
 from vllm_omni.entrypoints.openai.exchange import (
@@ -57,7 +56,7 @@ class AccessMiddleware:
         self.config = config
         self.observe = observe
         self.is_closing = False  # nothing new is begun
-        self._keys = [_digest(key) for key in config.api_keys]
+        self._keys = [digest_key(key) for key in config.api_keys]
         self._hosts = {name.lower() for name in (*_LOCAL_NAMES, config.host, *config.allowed_hosts)}
         # Whoever lets everybody in does not know the names they use, unless some were given.
         self._checks_host = (
@@ -88,7 +87,8 @@ class AccessMiddleware:
         start = time.monotonic()
         headers = Headers(scope=scope)
         request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"], state["owner"] = request_id, ""
         answer = Answer(send, {REQUEST_ID: request_id, **_SAFETY, **self._get_cors(headers)})
         task = asyncio.current_task()
         assert task is not None
@@ -101,7 +101,8 @@ class AccessMiddleware:
                 await _answer_preflight(headers)(scope, receive, answer)
             else:
                 most, timeout = self._get_max_body(scope), self.config.receive_timeout
-                await self.app(inner, limit_body(receive, answer, most, timeout), answer)
+                limited = limit_body(receive, answer, headers, most, timeout)
+                await self.app(inner, limited, answer)
         except APIError as error:
             await error.to_response()(scope, receive, answer)
         except asyncio.CancelledError:
@@ -130,7 +131,7 @@ class AccessMiddleware:
             self._check_host(host or "")
             self._check_origin(headers)
         elif scope["path"] not in OPEN_PATHS and not self._is_preflight(scope, headers):
-            self._check_key(headers)
+            scope["state"]["owner"] = self._check_key(headers)
         length = headers.get("content-length", "0")
         if not re.fullmatch(r"[0-9]{1,20}", length):
             raise APIError(400, "Content-Length is not a number")
@@ -155,9 +156,10 @@ class AccessMiddleware:
             message = "pages of other origins may not call this server: see --allowed-origin"
             raise APIError(403, message, code="origin_not_allowed")
 
-    def _check_key(self, headers: Headers) -> None:
+    def _check_key(self, headers: Headers) -> str:
+        """Whose key it is."""
         scheme, key = _read_key(headers.get("authorization", ""))
-        given = _digest(key)
+        given = digest_key(key)
         # All are compared, so that the time says nothing about which one is near.
         if not any([hmac.compare_digest(given, known) for known in self._keys]):
             # The page is opened by a browser, which asks for a password when it reads this.
@@ -169,6 +171,7 @@ class AccessMiddleware:
             )
         if scheme == "basic":  # a browser sends it along whatever page made the request
             self._check_origin(headers)
+        return get_owner(key)
 
     # --- pages of other origins ---
 
@@ -229,10 +232,6 @@ def _get_route(scope: Scope) -> str:
     """The route's pattern: there are few of them, whatever paths clients think of."""
     path = getattr(scope.get("route"), "path", None)
     return "other" if path is None else f"{scope.get('root_path', '')}{path}"
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def _read_key(authorization: str) -> tuple[str, str]:

@@ -33,7 +33,8 @@ def make_router(images: ImageService) -> APIRouter:
     )
     async def generate(body: ImageGenerationRequest, request: Request) -> Any:
         url = get_base_url(request)
-        task = images.make_task(body, request.state.request_id, url, request.headers)
+        state = request.state
+        task = images.make_task(body, state.request_id, url, request.headers, state.owner)
         if body.stream:
             return await start_stream(request, to_events(images, task))
         return to_response(await run_until_disconnect(request, images.generate(task)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from fastapi import FastAPI
@@ -9,6 +10,7 @@ from fastapi import FastAPI
 import vllm_omni
 from vllm_omni.apps.gradio import mount_page
 from vllm_omni.engine.async_llm import OmniAsyncLLM
+from vllm_omni.engine.stages import make_dit_config
 from vllm_omni.entrypoints.openai import (
     api_images,
     chat,
@@ -21,6 +23,7 @@ from vllm_omni.entrypoints.openai import (
     timeline,
 )
 from vllm_omni.entrypoints.openai.access import AccessMiddleware
+from vllm_omni.entrypoints.openai.admission import Admission
 from vllm_omni.entrypoints.openai.chat import TextService
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.document import DocumentedAPI
@@ -29,7 +32,6 @@ from vllm_omni.entrypoints.openai.files import FileStore
 from vllm_omni.entrypoints.openai.health import Health
 from vllm_omni.entrypoints.openai.images import ImageService
 from vllm_omni.entrypoints.openai.jobs import JobStore
-from vllm_omni.entrypoints.openai.limits import Admission
 from vllm_omni.entrypoints.openai.metrics import ServerMetrics
 from vllm_omni.entrypoints.openai.timeline import TimelineStore
 from vllm_omni.entrypoints.openai.tracing import Tracer
@@ -42,7 +44,8 @@ class OmniApp:
 
     def __init__(self, config: ServerConfig, llm: OmniAsyncLLM, model_name: str) -> None:
         if any("image" in stage.output_modalities for stage in llm.stage_configs):
-            config = config.with_defaults(llm.processor.complete_params(DiffusionParams()))
+            params = llm.processor.complete_params(DiffusionParams())
+            config = config.with_defaults(params, _get_max_num_seqs(llm))
         self.config = config
         self.llm = llm
         self.health = Health(llm)
@@ -55,7 +58,7 @@ class OmniApp:
             config,
             llm,
             model_name,
-            Admission(config.max_num_queued),
+            self._make_admission(),
             ImageEncoder(),
             FileStore(config.url_ttl, config.max_files_bytes),
             self.tracer,
@@ -65,6 +68,15 @@ class OmniApp:
         self.api = self._make_api()
         self.page = mount_page(self.api) if config.ui else None
         self.door = AccessMiddleware(self.api, config, self.metrics.observe_http)
+
+    def _make_admission(self) -> Admission:
+        config = self.config
+        return Admission(
+            config.max_num_queued,
+            max_cost=config.max_queued_cost or math.inf,
+            max_num_running=config.max_num_running or math.inf,
+            owners=config.owners,
+        )
 
     def _listen(self) -> None:
         """Have the engine tell what it does."""
@@ -111,3 +123,9 @@ class OmniApp:
             self.page.close()
         if self.tracer is not None:
             self.tracer.shutdown()
+
+
+def _get_max_num_seqs(llm: OmniAsyncLLM) -> int:
+    """Pictures in one step, over all stages that draw."""
+    drawing = [stage for stage in llm.stage_configs if stage.engine_type == "diffusion"]
+    return sum(make_dit_config(stage).max_num_seqs for stage in drawing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,14 @@ from fastapi.responses import JSONResponse
 
 from vllm_omni.engine.async_llm import OmniAsyncLLM
 from vllm_omni.entrypoints.openai import chat_images, schemas
-from vllm_omni.entrypoints.openai.config import ServerConfig
+from vllm_omni.entrypoints.openai.admission import Admission
+from vllm_omni.entrypoints.openai.config import DEFAULT_RUNNING, ServerConfig
 from vllm_omni.entrypoints.openai.disconnect import run_until_disconnect
 from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, APIError, engine_down
 from vllm_omni.entrypoints.openai.event_stream import DONE, describe_events, start_stream
 from vllm_omni.entrypoints.openai.images import ImageService
 from vllm_omni.entrypoints.openai.input_images import ImageReader, InputImage
-from vllm_omni.entrypoints.openai.limits import Admission, check_prompt
+from vllm_omni.entrypoints.openai.limits import check_prompt
 from vllm_omni.entrypoints.openai.protocol import PictureParameters
 from vllm_omni.entrypoints.openai.streams import run_ahead
 from vllm_omni.entrypoints.openai.text_protocol import (
@@ -57,60 +58,68 @@ class TextService:
         self.config = config
         self.images = images
         self.model_name = model_name
-        self.admission = Admission(config.max_num_queued)
         self.reader = ImageReader(config)
         # The last one that writes: those before it rewrite prompts for it.
         writers = [client for client in llm.clients if "text" in client.stage.output_modalities]
-        self._client: Any = writers[-1] if writers else None
+        self._client: Any = next(reversed(writers), None)
         self._serving: TextServing | None = None
+        max_num_running = math.inf
         if self._client is not None:
             self._get_serving()  # a parser that is not there is known at once
+            scheduler_config = self._client.model.vllm_config.scheduler_config
+            max_num_running = DEFAULT_RUNNING * scheduler_config.max_num_seqs
+        self.admission = Admission(
+            config.max_num_queued, max_num_running=max_num_running, owners=config.owners
+        )
 
     def shutdown(self) -> None:
         self.reader.shutdown()
 
     # --- chats ---
 
-    async def chat(self, body: ChatRequest, request_id: str) -> dict[str, Any]:
+    async def chat(self, body: ChatRequest, request_id: str, owner: str = "") -> dict[str, Any]:
         """The whole answer at once."""
         messages = await self._check_chat(body)
         if body.wants_image:
-            task = chat_images.make_task(self.images, body, messages, request_id)
+            task = chat_images.make_task(self.images, body, messages, request_id, owner)
             return await chat_images.answer(self.images, task)
         fields = _to_fields(body, request_id, messages=messages)
-        with self.admission.admit(0):
-            return await self._limit(body, self._get_serving().chat(fields))
+        return await self._answer(body, owner, lambda: self._get_serving().chat(fields))
 
-    async def stream_chat(self, body: ChatRequest, request_id: str) -> AsyncGenerator[str, None]:
+    async def stream_chat(
+        self, body: ChatRequest, request_id: str, owner: str = ""
+    ) -> AsyncGenerator[str, None]:
         """Its events."""
         messages = await self._check_chat(body)
         if body.wants_image:
-            task = chat_images.make_task(self.images, body, messages, request_id)
+            task = chat_images.make_task(self.images, body, messages, request_id, owner)
             options = body.stream_options
             has_usage = options is not None and options.include_usage
             events = run_ahead(chat_images.stream(self.images, task, has_usage))
         else:
             fields = _to_fields(body, request_id, messages=messages)
-            events = run_ahead(self._stream(body, self._get_serving().stream_chat(fields)))
+            written = self._stream(body, owner, lambda: self._get_serving().stream_chat(fields))
+            events = run_ahead(written)
         async with aclosing(events):
             async for event in events:
                 yield event
 
     # --- completions ---
 
-    async def complete(self, body: CompletionRequest, request_id: str) -> dict[str, Any]:
+    async def complete(
+        self, body: CompletionRequest, request_id: str, owner: str = ""
+    ) -> dict[str, Any]:
         """The whole answer at once."""
         fields = self._check_completion(body, request_id)
-        with self.admission.admit(0):
-            return await self._limit(body, self._get_serving().complete(fields))
+        return await self._answer(body, owner, lambda: self._get_serving().complete(fields))
 
     async def stream_completion(
-        self, body: CompletionRequest, request_id: str
+        self, body: CompletionRequest, request_id: str, owner: str = ""
     ) -> AsyncGenerator[str, None]:
         """Its events."""
         fields = self._check_completion(body, request_id)
-        written = self._get_serving().stream_completion(fields)
-        async with aclosing(run_ahead(self._stream(body, written))) as events:
+        written = self._stream(body, owner, lambda: self._get_serving().stream_completion(fields))
+        async with aclosing(run_ahead(written)) as events:
             async for event in events:
                 yield event
 
@@ -130,11 +139,15 @@ class TextService:
             )
         return self._serving
 
-    async def _limit(self, body: TextParameters, work: Any) -> dict[str, Any]:
+    async def _answer(
+        self, body: TextParameters, owner: str, ask: Callable[[], Awaitable[dict[str, Any]]]
+    ) -> dict[str, Any]:
         answer: dict[str, Any] = {}
         try:
             async with asyncio.timeout(self._get_timeout(body)) as limit:
-                answer = await work
+                with self.admission.admit(0, owner) as ticket:
+                    await self.admission.wait_turn(ticket)
+                    answer = await ask()
         except (TimeoutError, APIError):
             if not limit.expired():
                 raise
@@ -143,13 +156,15 @@ class TextService:
         return answer
 
     async def _stream(
-        self, body: TextParameters, events: AsyncGenerator[str, None]
+        self, body: TextParameters, owner: str, ask: Callable[[], AsyncGenerator[str, None]]
     ) -> AsyncGenerator[str, None]:
         try:
-            async with asyncio.timeout(self._get_timeout(body)), aclosing(events):
-                with self.admission.admit(0):
-                    async for event in events:
-                        yield event
+            async with asyncio.timeout(self._get_timeout(body)):
+                with self.admission.admit(0, owner) as ticket:
+                    await self.admission.wait_turn(ticket)
+                    async with aclosing(ask()) as events:
+                        async for event in events:
+                            yield event
         except TimeoutError as error:
             raise _time_is_over() from error
 
@@ -345,11 +360,11 @@ def make_router(text: TextService) -> APIRouter:
         responses={200: describe_events(ChatChunk, last=DONE)},
     )
     async def chat(body: ChatRequest, request: Request) -> Any:
-        request_id = request.state.request_id
+        whose = (request.state.request_id, request.state.owner)
         if body.stream:
-            events = text.stream_chat(body, request_id)
+            events = text.stream_chat(body, *whose)
             return await start_stream(request, events, error_event=None)
-        return JSONResponse(await run_until_disconnect(request, text.chat(body, request_id)))
+        return JSONResponse(await run_until_disconnect(request, text.chat(body, *whose)))
 
     @router.post(
         "/v1/completions",
@@ -358,10 +373,10 @@ def make_router(text: TextService) -> APIRouter:
         responses={200: describe_events(CompletionChunk, last=DONE)},
     )
     async def complete(body: CompletionRequest, request: Request) -> Any:
-        request_id = request.state.request_id
+        whose = (request.state.request_id, request.state.owner)
         if body.stream:
-            events = text.stream_completion(body, request_id)
+            events = text.stream_completion(body, *whose)
             return await start_stream(request, events, error_event=None)
-        return JSONResponse(await run_until_disconnect(request, text.complete(body, request_id)))
+        return JSONResponse(await run_until_disconnect(request, text.complete(body, *whose)))
 
     return router

@@ -45,7 +45,11 @@ _ALLOWED = {
 
 
 def make_task(
-    images: ImageService, body: ChatRequest, messages: Sequence[dict[str, Any]], request_id: str
+    images: ImageService,
+    body: ChatRequest,
+    messages: Sequence[dict[str, Any]],
+    request_id: str,
+    owner: str = "",
 ) -> ImageTask:
     """What to ask the engine for; refuses what cannot be had together with a picture."""
     for name in sorted(body.model_fields_set - _ALLOWED):
@@ -56,7 +60,7 @@ def make_task(
     asked = ImageParameters(
         prompt="a chat", seed=body.seed, timeout=body.timeout, rewrite_prompt=True, **picture
     )
-    task = images.make_task(asked, request_id)
+    task = images.make_task(asked, request_id, owner=owner)
     request = OmniRequest(
         messages=messages,
         output_format="text+image",
@@ -64,6 +68,7 @@ def make_task(
         sampling_params=_get_sampling_params(body),
         output_kind=OutputKind.DELTA,
         request_id=request_id,
+        arrival_time=task.request.arrival_time,
     )
     return replace(task, request=request)
 
@@ -71,7 +76,7 @@ def make_task(
 async def answer(images: ImageService, task: ImageTask) -> dict[str, Any]:
     """A `chat.completion` with the picture in `message.images`."""
     told = _Told(images.model_name, task.request.request_id)
-    with images.admission.admit(task.cost) as ticket:
+    with images.admit(task) as ticket:
         async with aclosing(images.outputs(task, ticket)) as outputs:
             async for output in outputs:
                 told.take(output)
@@ -92,7 +97,7 @@ async def stream(
 ) -> AsyncGenerator[str, None]:
     """The same as events: the text as it is written, then the picture, then the end."""
     told = _Told(images.model_name, task.request.request_id)
-    with images.admission.admit(task.cost) as ticket:
+    with images.admit(task) as ticket:
         async with aclosing(images.outputs(task, ticket)) as outputs:
             delta: dict[str, Any] = {"role": "assistant"}
             async for output in outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -24,10 +25,14 @@ MIN_KEY_CHARS = 8
 NO_CACHE = "none"
 DEFAULT_COST = 100
 DEFAULT_AREA = 16
+DEFAULT_QUEUED = 10
+DEFAULT_RUNNING = 2
+
+_OWNER_CHARS = 16
 
 LogFormat = Literal["plain", "json"]
 
-_MAY_BE_0 = ("max_cost", "max_pixels")
+_MAY_BE_0 = ("max_cost", "max_pixels", "max_queued_cost", "max_num_running")
 
 # Headings of --help.
 _WHERE = "where it listens"
@@ -84,6 +89,17 @@ class ServerConfig:
     max_n: int = setting(10, "most pictures of one request", _LIMITS)
     max_num_queued: int = setting(
         256, "most requests at once, waiting or running; then 429", _LIMITS
+    )
+    max_queued_cost: int = setting(
+        0,
+        f"most that all of them cost together; then 429; 0: {DEFAULT_QUEUED} times max_cost",
+        _LIMITS,
+    )
+    max_num_running: int = setting(
+        0,
+        "most pictures that the engine gets at once, the next by key and priority; "
+        f"0: {DEFAULT_RUNNING} times max_num_seqs",
+        _LIMITS,
     )
     max_prompt_chars: int = setting(16_384, "most characters of a prompt", _LIMITS)
     max_body_bytes: int = setting(16 * 2**20, "most bytes of a request's body", _LIMITS)
@@ -148,6 +164,11 @@ class ServerConfig:
                 allowed = "a scheme and a host, such as https://example.com, and no wildcard"
                 raise ConfigError("allowed_origins", origin, allowed)
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """What the keys' requests and jobs are known by."""
+        return tuple(dict.fromkeys(map(get_owner, self.api_keys)))
+
     def read_cache(self) -> CacheParams | None:
         """The step cache of requests that name none."""
         given: Any = None if self.cache == NO_CACHE else self.cache
@@ -157,12 +178,30 @@ class ServerConfig:
         except (ValueError, InvalidParameterError) as error:
             raise ConfigError("cache", self.cache, str(error)) from error
 
-    def with_defaults(self, params: DiffusionParams) -> ServerConfig:
-        """With limits that suit a model, whose own parameters these are, where none were given."""
+    def with_defaults(self, params: DiffusionParams, max_num_seqs: int = 32) -> ServerConfig:
+        """With limits that suit a model, where none were given.
+
+        Args:
+            params: the model's own.
+            max_num_seqs: pictures in one step of its engine.
+        """
         assert params.height and params.width and params.num_inference_steps
         pixels = params.height * params.width
+        max_cost = self.max_cost or DEFAULT_COST * pixels * params.num_inference_steps
         return replace(
             self,
             max_pixels=self.max_pixels or DEFAULT_AREA * pixels,
-            max_cost=self.max_cost or DEFAULT_COST * pixels * params.num_inference_steps,
+            max_cost=max_cost,
+            max_queued_cost=self.max_queued_cost or DEFAULT_QUEUED * max_cost,
+            max_num_running=self.max_num_running or DEFAULT_RUNNING * max_num_seqs,
         )
+
+
+def get_owner(key: str) -> str:
+    """What a key's requests and jobs are known by; the key cannot be read from it."""
+    return digest_key(key).hex()[:_OWNER_CHARS]
+
+
+def digest_key(key: str) -> bytes:
+    """What is compared instead of the key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
@@ -16,6 +16,10 @@ from vllm_omni.entrypoints.openai.protocol import ErrorResponse
 access_logger = logging.getLogger("vllm_omni.access")
 
 MAX_LOGGED = 128  # characters of anything that a client chose
+# Of JSON, however large the pictures in it are: it is read in the event loop, and a million empty
+# lists take a second of everybody's time. Commas in texts count, too.
+MAX_VALUES = 2**16
+_SEPARATORS = (b",", b"[", b"{")
 _EVENT_STREAM = "text/event-stream"
 
 
@@ -51,12 +55,15 @@ class Answer:
             await self({"type": "http.response.body", "body": event.encode()})
 
 
-def limit_body(receive: Receive, answer: Answer, max_bytes: int, timeout: float) -> Receive:
-    """A body must end within so many bytes and seconds.
+def limit_body(
+    receive: Receive, answer: Answer, headers: Headers, max_bytes: int, timeout: float
+) -> Receive:
+    """A body must end within so many bytes, values and seconds.
 
     Raises `HTTPException`, which is what FastAPI lets through while it reads a body.
     """
-    num_bytes, is_read = 0, False
+    num_bytes, num_values, is_read = 0, 0, False
+    is_form = headers.get("content-type", "").lower().startswith("multipart/")
     deadline = asyncio.get_running_loop().time() + timeout
 
     def refuse(status: int, message: str) -> Message:
@@ -65,7 +72,7 @@ def limit_body(receive: Receive, answer: Answer, max_bytes: int, timeout: float)
         raise HTTPException(status, message, {"Connection": "close"} if status == 408 else None)
 
     async def limited() -> Message:
-        nonlocal num_bytes, is_read
+        nonlocal num_bytes, num_values, is_read
         if is_read:
             return await receive()
         try:
@@ -73,9 +80,16 @@ def limit_body(receive: Receive, answer: Answer, max_bytes: int, timeout: float)
                 message = await receive()
         except TimeoutError:
             return refuse(408, f"the body did not arrive within {timeout:g} seconds")
-        num_bytes += len(message.get("body", b""))
+        body = message.get("body", b"")
+        num_bytes += len(body)
         is_read = not message.get("more_body", False)
-        return message if num_bytes <= max_bytes else refuse(413, say_too_large(max_bytes))
+        if num_bytes > max_bytes:
+            return refuse(413, say_too_large(max_bytes))
+        if not is_form:
+            num_values += sum(map(body.count, _SEPARATORS))
+            if num_values > MAX_VALUES:
+                return refuse(400, f"the body has more than {MAX_VALUES} values")
+        return message
 
     return limited
 

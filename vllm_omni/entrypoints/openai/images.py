@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import PIL.Image
 
 from vllm_omni.engine.async_llm import OmniAsyncLLM
+from vllm_omni.entrypoints.openai.admission import Admission, Ticket
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.encoding import ImageEncoder
 from vllm_omni.entrypoints.openai.errors import APIError, engine_down
@@ -25,13 +26,7 @@ from vllm_omni.entrypoints.openai.image_params import (
     read_params,
     write_body,
 )
-from vllm_omni.entrypoints.openai.limits import (
-    Admission,
-    Ticket,
-    check_cost,
-    check_prompt,
-    get_cost,
-)
+from vllm_omni.entrypoints.openai.limits import check_cost, check_prompt, get_cost
 from vllm_omni.entrypoints.openai.protocol import (
     CompletedEvent,
     Image,
@@ -76,10 +71,23 @@ class ImageTask:
     cost: int
     base_url: str  # of urls to pictures
     headers: Mapping[str, str]  # of HTTP
+    owner: str  # whose key it came with
 
     @property
     def size(self) -> str:
         return f"{self.params.width}x{self.params.height}"
+
+    @property
+    def place(self) -> tuple[int, str, int, int]:
+        """What `Admission.enter` wants to know."""
+        return self.cost, self.owner, self.params.priority, self.params.num_outputs_per_prompt
+
+    @property
+    def seconds_left(self) -> float:
+        """Until its deadline, which counts from its arrival."""
+        arrival, deadline = self.request.arrival_time, self.params.deadline
+        assert arrival is not None and deadline is not None
+        return arrival + deadline - time.monotonic()
 
     @property
     def looks(self) -> dict[str, Any]:
@@ -146,12 +154,14 @@ class ImageService:
         request_id: str,
         base_url: str = "",
         headers: Mapping[str, str] = MappingProxyType({}),
+        owner: str = "",
     ) -> ImageTask:
         """Everything that can be refused before anything is queued is refused here.
 
         Args:
             base_url: of urls to pictures.
             headers: of HTTP, for a trace that the client may be in.
+            owner: whose key it came with.
         """
         self.check_model(body.model)
         params = self.make_params(body)
@@ -164,14 +174,19 @@ class ImageService:
             output_format="text+image" if body.rewrite_prompt else "image",
             params=params,
             request_id=request_id,
+            arrival_time=time.monotonic(),
         )
-        return ImageTask(request, body, params, get_cost(params), base_url, headers)
+        return ImageTask(request, body, params, get_cost(params), base_url, headers, owner)
 
     # --- the way to an answer ---
 
+    def admit(self, task: ImageTask) -> AbstractContextManager[Ticket]:
+        """A place in the queue for as long as it is under way; 429 when there is none."""
+        return self.admission.admit(*task.place)
+
     async def generate(self, task: ImageTask) -> ImagesResponse:
         """The whole answer at once."""
-        with self.admission.admit(task.cost) as ticket:
+        with self.admit(task) as ticket:
             return await self.run(task, ticket)
 
     async def run(
@@ -191,7 +206,7 @@ class ImageService:
     async def _draw(self, task: ImageTask) -> AsyncGenerator[Event, None]:
         assert isinstance(task.body, ImageGenerationRequest)
         num_shown = [0] * task.params.num_outputs_per_prompt  # previews, by picture
-        with self.admission.admit(task.cost) as ticket:
+        with self.admit(task) as ticket:
             async with aclosing(self.outputs(task, ticket)) as outputs:
                 async for output in outputs:
                     if output.step and not output.finished:
@@ -213,18 +228,22 @@ class ImageService:
 
     async def outputs(self, task: ImageTask, ticket: Ticket) -> AsyncGenerator[OmniOutput, None]:
         """News of a request that has its place in the queue, then the answer, or an error."""
+        await self.admission.wait_turn(ticket, task.seconds_left)
         if self.tracer is not None:
             request = task.request
             request.trace_headers = self.tracer.start(request.request_id, task.headers)
-        async with aclosing(self.llm.generate(task.request)) as outputs:
-            async for output in outputs:
-                ticket.note_step(output.step, output.num_steps)
-                yield output
-        if output.error is not None:
-            raise output.error
-        if output.finish_reason is FinishReason.ABORT:
-            raise engine_down()  # nobody else aborts while somebody is listening
-        self.admission.finish(ticket)
+        try:
+            async with aclosing(self.llm.generate(task.request)) as outputs:
+                async for output in outputs:
+                    ticket.note_step(output.step, output.num_steps)
+                    yield output
+            if output.error is not None:
+                raise output.error
+            if output.finish_reason is FinishReason.ABORT:
+                raise engine_down()  # nobody else aborts while somebody is listening
+            self.admission.finish(ticket)
+        finally:
+            self.admission.end_turn(ticket)
 
     async def _make_partial(
         self, task: ImageTask, output: OmniOutput, index: int

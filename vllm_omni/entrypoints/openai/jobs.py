@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 
+from vllm_omni.entrypoints.openai.admission import Admission, Ticket
 from vllm_omni.entrypoints.openai.api_images import get_base_url, to_response
 from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, APIError, to_api_error
 from vllm_omni.entrypoints.openai.images import ImageService, ImageTask
-from vllm_omni.entrypoints.openai.limits import Admission, Ticket
 from vllm_omni.entrypoints.openai.protocol import (
     ErrorInfo,
     ImageJobRequest,
@@ -98,7 +98,7 @@ class JobStore:
                 code="queue_full",
                 headers={"Retry-After": str(self.images.admission.retry_after)},
             )
-        ticket = self.images.admission.enter(task.cost)
+        ticket = self.images.admission.enter(*task.place)
         job = self._jobs[job_id] = JobRecord(job_id, ticket, int(self._clock()))
         job.runner = asyncio.create_task(self._run(job, task))
         self._tidy()
