@@ -12,6 +12,7 @@
         ├── ModelLoadError             the checkpoint is missing, broken or of an unknown kind
         ├── CacheAllocationError       a cache allocation does not fit its byte budget
         └── EngineDeadError            the engine or its workers are gone
+            └── WorkerDeadError        … a worker process: with its exit code
 
 Every message says what was wrong, with which value, and what is allowed.
 """
@@ -90,3 +91,11 @@ class CacheAllocationError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine, or a worker it needs, has ended."""
+
+
+class WorkerDeadError(EngineDeadError):
+    """A worker process has ended."""
+
+    def __init__(self, rank: int, exit_code: int | None) -> None:
+        super().__init__(f"diffusion worker {rank} ended with exit code {exit_code}")
+        self.exit_code = exit_code

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import Any, Self
 
-from vllm_omni.config import DiTConfig, Mode, OmniConfig, StageConfig
+from vllm_omni.config import SUPERVISION, DiTConfig, Mode, OmniConfig, StageConfig
 from vllm_omni.engine.coordinator import CrossEngineCoordinator
 from vllm_omni.engine.forkserver import start_forkserver
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.processor import OmniProcessor
-from vllm_omni.engine.stage_client import EmbeddedCore, StageClient
+from vllm_omni.engine.stage_client import EmbeddedCore, StageClient, StageHealth
 from vllm_omni.engine.stages import complete_stage_configs, derive_stage_configs
 from vllm_omni.errors import ConfigError, EngineDeadError, InvalidParameterError
 from vllm_omni.importing import fast_imports
 from vllm_omni.outputs import OmniOutput
 from vllm_omni.request import OmniRequest, OutputKind
+
+_SUPERVISION = {f.name for f in fields(OmniConfig) if f.metadata.get("group") == SUPERVISION}
+_FAILURE_PERIOD = 0.1  # seconds between looks at stages by who waits for their end
 
 
 class OmniAsyncLLM:
@@ -66,8 +70,10 @@ class OmniAsyncLLM:
             seed: requests without a seed draw theirs from this one, so that a run can be repeated.
             stage_configs: instead of those that the checkpoint has by itself.
             vllm_config: of AR stages: a `VllmConfig`, engine arguments, or a dict of them.
-            settings: fields of `DiTConfig`, such as `device`, `dtype` or `worker_processes`.
+            settings: fields of `DiTConfig`, such as `device`, `dtype` or `worker_processes`, and
+                those of `OmniConfig` on supervision, such as `max_restarts`.
         """
+        supervision = {name: settings.pop(name) for name in _SUPERVISION if name in settings}
         if unknown := sorted(set(settings) - {field.name for field in fields(DiTConfig)}):
             raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}")
         if stage_configs and settings:
@@ -75,10 +81,16 @@ class OmniAsyncLLM:
                 "stage_configs", sorted(settings), "these settings belong in a stage's dit_config"
             )
         stages = stage_configs or derive_stage_configs(str(model), dit_config=DiTConfig(**settings))
-        config = OmniConfig(
-            model=str(model), mode=mode, seed=seed, vllm_config=vllm_config, stage_configs=stages
+        return cls(
+            OmniConfig(
+                model=str(model),
+                mode=mode,
+                seed=seed,
+                vllm_config=vllm_config,
+                stage_configs=stages,
+                **supervision,
+            )
         )
-        return cls(config)
 
     @classmethod
     def from_vllm_config(
@@ -88,10 +100,23 @@ class OmniAsyncLLM:
         *,
         mode: Mode = "embedded",
         seed: int | None = None,
+        **supervision: Any,
     ) -> Self:
-        """Stages one by one; an AR stage without a `vllm_config` of its own takes this one."""
+        """Stages one by one; an AR stage without a `vllm_config` of its own takes this one.
+
+        Args:
+            supervision: fields of `OmniConfig` on it, such as `max_restarts`.
+        """
+        if unknown := sorted(set(supervision) - _SUPERVISION):
+            raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}")
         return cls(
-            OmniConfig(mode=mode, seed=seed, vllm_config=vllm_config, stage_configs=stage_configs)
+            OmniConfig(
+                mode=mode,
+                seed=seed,
+                vllm_config=vllm_config,
+                stage_configs=stage_configs,
+                **supervision,
+            )
         )
 
     async def generate(self, request: OmniRequest) -> AsyncGenerator[OmniOutput, None]:
@@ -117,9 +142,24 @@ class OmniAsyncLLM:
         await self.coordinator.abort(request_id)
 
     async def check_health(self) -> None:
-        """Raise `EngineDeadError` if a stage cannot work any more."""
+        """Raise `EngineDeadError` if a stage does not work now."""
         for client in self.clients:
             await client.check_health()
+
+    def stage_health(self) -> dict[int, StageHealth]:
+        """How each stage is; asks nobody."""
+        return {client.stage.stage_id: client.health for client in self.clients}
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Why a stage will never work again, if one will not."""
+        return next((c.failure for c in self.clients if c.failure is not None), None)
+
+    async def wait_until_failed(self) -> EngineDeadError:
+        """Return once a stage is given up, with the cause."""
+        while (failure := self.failure) is None:
+            await asyncio.sleep(_FAILURE_PERIOD)
+        return failure
 
     async def collective_rpc(self, stage_id: int, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker of a stage."""
@@ -145,4 +185,4 @@ def _make_clients(config: OmniConfig) -> list[StageClient]:
     with fast_imports():
         from vllm_omni.engine.process_client import start_stages
 
-    return start_stages(config.stage_configs, config.log_stats, config.otlp_traces_endpoint)
+    return start_stages(config)

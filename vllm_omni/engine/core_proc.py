@@ -80,6 +80,8 @@ _TO_VLLM = {
     omni.FinishReason.ERROR: VllmFinishReason.ERROR,
 }
 _FROM_VLLM = {reason: ours for ours, reason in _TO_VLLM.items()}
+# vLLM's own, without a word, of a request that could not be decoded.
+_UNREADABLE = omni.RequestError("StageExecutionError", "the stage could not read this request")
 
 
 def to_wire(output: omni.EngineCoreOutput) -> OmniEngineCoreOutput:
@@ -98,12 +100,15 @@ def to_wire(output: omni.EngineCoreOutput) -> OmniEngineCoreOutput:
 
 def from_wire(output: OmniEngineCoreOutput) -> omni.EngineCoreOutput:
     reason = output.finish_reason
+    error = output.error
+    if error is None and reason is VllmFinishReason.ERROR:
+        error = _UNREADABLE
     return omni.EngineCoreOutput(
         request_id=output.request_id,
         new_token_ids=output.new_token_ids,
         pooling_output=output.pooling_output,
         finish_reason=None if reason is None else _FROM_VLLM[reason],
-        error=output.error,
+        error=error,
         output_type=output.output_type,
         output_metadata=output.output_metadata,
         additional_outputs=output.additional_outputs,
@@ -235,8 +240,8 @@ class OmniEngineCoreProc(WatchedCoreProc, DiffusionCoreInVllm):
     shutdown_state: EngineShutdownState  # set by vLLM, and by a signal
 
     def get_scheduled_ids(self) -> list[str]:
-        self.core.on_schedule = self._name_scheduled
-        return []  # they are named once they are known
+        self.core.on_schedule = self._name_scheduled  # once they are known
+        return []
 
     def _name_scheduled(self, request_ids: Iterable[str]) -> None:
         assert self.black_box is not None

@@ -8,6 +8,9 @@ import logging
 
 from vllm_omni.importing import fast_imports
 from vllm_omni.models.registry import MODELS, load_class
+from vllm_omni.processes import end_with_parent
+
+end_with_parent()
 
 # Where it is missing, as on CPUs, torch says so whenever it is imported.
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -26,11 +26,25 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class StageHealth:
+    """How a stage is, and what it has been through."""
+
+    state: Literal["starting", "ready", "restarting", "failed"]
+    num_restarts: int = 0
+    pid: int | None = None  # of its process, if it has one of its own
+    seconds_since_beat: float | None = None
+    cause: str = ""  # of its last death
+    num_replayed: int = 0  # requests that were run again, each time counted
+    num_refused: int = 0  # because the stage died of them
+
+
 class StageClient(ABC):
     """The way to one stage, for one event loop. Requests are the stage's own: AR or diffusion."""
 
     def __init__(self, stage: StageConfig) -> None:
         self.stage = stage
+        self.failure: EngineDeadError | None = None  # why it will never work again
         # Called after every step of a diffusion stage, in the event loop's thread. (What an AR
         # stage does, vLLM's own metrics say.)
         self.on_step: Callable[[StepStats], None] | None = None
@@ -76,9 +90,14 @@ class StageClient(ABC):
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End requests before the next step; each gets a final output. Others are passed over."""
 
+    @property
+    @abstractmethod
+    def health(self) -> StageHealth:
+        """How the stage is; asks nobody."""
+
     @abstractmethod
     async def check_health(self) -> None:
-        """Raise `EngineDeadError` if the stage cannot work any more."""
+        """Raise `EngineDeadError` if the stage does not work now; see `failure` for ever."""
 
     @abstractmethod
     async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
@@ -227,6 +246,7 @@ class EmbeddedCore:
         for stage_id, outputs in news.items():
             self.clients[stage_id].deliver_step(outputs.outputs, outputs.step_stats)
         for stage_id, error in self.engine_core.dead_stages.items():
+            self.clients[stage_id].failure = error
             self.clients[stage_id].fail(error)
 
 
@@ -261,6 +281,11 @@ class EmbeddedStageClient(StageClient):
             await self.embedded.call(
                 self.embedded.engine_core.abort_requests, self.stage.stage_id, list(request_ids)
             )
+
+    @property
+    def health(self) -> StageHealth:
+        dead = self.embedded.engine_core.dead_stages.get(self.stage.stage_id)
+        return StageHealth("ready") if dead is None else StageHealth("failed", cause=str(dead))
 
     async def check_health(self) -> None:
         await self.embedded.call(self.embedded.engine_core.check_health, self.stage.stage_id)
