@@ -37,7 +37,7 @@ class RowShape:
         return sum(frames * height * width for frames, height, width in self.image_shapes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackPlan:
     """Where every token of every row goes. Depends on the rows' shapes only, not on their values,
     so one plan serves all steps of an unchanged batch."""
@@ -53,24 +53,49 @@ class PackPlan:
     image_lens: list[int]
 
 
-def make_plan(transformer: QwenImageTransformer2DModel, rows: Sequence[RowShape]) -> PackPlan:
-    device = transformer.proj_out.weight.device
-    text_lens = [row.num_text_tokens for row in rows]
-    image_lens = [row.num_image_tokens for row in rows]
+def make_plan(
+    transformer: QwenImageTransformer2DModel,
+    rows: Sequence[RowShape],
+    device: torch.device | None = None,
+) -> PackPlan:
+    """The packing of rows, on the device where the transformer runs."""
+    device = device or transformer.proj_out.weight.device
     frequencies = [
         transformer.pos_embed(
             [list(row.image_shapes)], device=device, max_txt_seq_len=row.num_text_tokens
         )
         for row in rows
     ]
+    return _plan_lens(
+        text_lens=[row.num_text_tokens for row in rows],
+        image_lens=[row.num_image_tokens for row in rows],
+        text_rope=torch.view_as_real(torch.cat([text for _, text in frequencies])),
+        image_rope=torch.view_as_real(torch.cat([image for image, _ in frequencies])),
+    )
+
+
+def select_plan(plan: PackPlan, rows: Sequence[int]) -> PackPlan:
+    """The packing of some of the rows."""
+    return _plan_lens(
+        text_lens=[plan.text_lens[row] for row in rows],
+        image_lens=[plan.image_lens[row] for row in rows],
+        text_rope=select_rows(plan.text_rope, plan.text_lens, rows),
+        image_rope=select_rows(plan.image_rope, plan.image_lens, rows),
+    )
+
+
+def _plan_lens(
+    text_lens: list[int], image_lens: list[int], text_rope: Tensor, image_rope: Tensor
+) -> PackPlan:
+    device = image_rope.device
     text_ids = torch.arange(sum(text_lens)).split(text_lens)
     image_ids = torch.arange(sum(text_lens), sum(text_lens) + sum(image_lens)).split(image_lens)
     to_segments = torch.cat([ids for pair in zip(text_ids, image_ids, strict=True) for ids in pair])
     return PackPlan(
         image_rows=_row_of_each_token(image_lens).to(device),
         text_rows=_row_of_each_token(text_lens).to(device),
-        image_rope=torch.view_as_real(torch.cat([image for image, _ in frequencies])),
-        text_rope=torch.view_as_real(torch.cat([text for _, text in frequencies])),
+        image_rope=image_rope,
+        text_rope=text_rope,
         to_segments=to_segments.to(device),
         from_segments=torch.argsort(to_segments).to(device),
         segment_lens=[text + image for text, image in zip(text_lens, image_lens, strict=True)],
@@ -180,8 +205,8 @@ def _cached_blocks(
             row_plan, of_image, of_text, of_temb = plan, after_head, text_after_head, temb
         else:
             row_plan = step_cache.plan_rows(rows)
-            of_image = _select(after_head, plan.image_lens, rows)
-            of_text = _select(text_after_head, plan.text_lens, rows)
+            of_image = select_rows(after_head, plan.image_lens, rows)
+            of_text = select_rows(text_after_head, plan.text_lens, rows)
             of_temb = temb[torch.tensor(rows, device=temb.device)]
         for block in tail:
             of_image, of_text = packed_block(block, row_plan, of_image, of_text, of_temb)
@@ -190,7 +215,7 @@ def _cached_blocks(
     return step_cache.cache.apply(signals, after_head, run_tail)
 
 
-def _select(packed: Tensor, lens: Sequence[int], rows: Sequence[int]) -> Tensor:
+def select_rows(packed: Tensor, lens: Sequence[int], rows: Sequence[int]) -> Tensor:
     """The tokens of some rows."""
     by_row = packed.split(list(lens))
     return torch.cat([by_row[row] for row in rows])

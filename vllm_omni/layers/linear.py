@@ -1,0 +1,126 @@
+"""Linear layers as plain tensors, in the model's dtype or in fp8.
+
+fp8 is e4m3 with a scale for each row of the activations, found on the way, and one for each output
+channel of the weight, found once. The product runs on the matrix units where there are any
+(`torch._scaled_mm`), and in the model's dtype with the same rounded values elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+_TINY = 1e-12  # the scale of a row of zeros
+
+
+class LinearWeights(NamedTuple):
+    """What a linear layer reads; functions that take it compile once for all layers of a shape."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor  # [out]
+    scale: Tensor | None = None  # [out, 1] float32, of a weight in fp8
+
+    def slice(self, start: int, end: int) -> LinearWeights:
+        """Some of the outputs; nothing is copied."""
+        scale = None if self.scale is None else self.scale[start:end]
+        return LinearWeights(self.weight[start:end], self.bias[start:end], scale)
+
+
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """x [rows, in] to [rows, out]."""
+    if weights.scale is None:
+        return F.linear(x, weights.weight, weights.bias)
+    return _fp8_product(*quantize_rows(x), weights, x.dtype)
+
+
+def linear_gelu(x: Tensor, weights: LinearWeights) -> Tensor:
+    """`linear`, then GELU as tanh approximates it."""
+    if weights.scale is None and x.is_cuda:
+        # The matrix product's own last step: 8 * D bytes less per token to read and to write.
+        return torch._addmm_activation(weights.bias, x, weights.weight.t(), use_gelu=True)
+    return F.gelu(linear(x, weights), approximate="tanh")
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Values in fp8 and the float32 scale [rows, 1] that gives them back."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=_TINY) / FP8_MAX
+    return (x.float() / scale).to(FP8), scale
+
+
+def _fp8_product(x: Tensor, scale: Tensor, weights: LinearWeights, dtype: torch.dtype) -> Tensor:
+    assert weights.scale is not None
+    if x.is_cuda:
+        return torch._scaled_mm(
+            x,
+            weights.weight.t(),
+            scale_a=scale,
+            scale_b=weights.scale.t(),
+            bias=weights.bias,
+            out_dtype=dtype,
+            use_fast_accum=True,
+        )
+    product = F.linear(x.to(dtype), weights.weight.to(dtype)).float() * scale * weights.scale.t()
+    return (product + weights.bias).to(dtype)
+
+
+class PackedLinear(nn.Module):
+    """Linear layers that read the same input, as one; with `quantize`, in fp8.
+
+    It takes over their weights one after the other, so that hardly any are there twice.
+    """
+
+    def __init__(self, parts: Sequence[nn.Linear], quantize: bool = False) -> None:
+        super().__init__()
+        assert all(part.bias is not None for part in parts)
+        self.part_sizes = [part.out_features for part in parts]
+        weight = (
+            torch.cat([part.weight.data for part in parts])
+            if len(parts) > 1
+            else parts[0].weight.data
+        )
+        self.bias = _constant(torch.cat([part.bias.data for part in parts]))
+        self.scale: nn.Parameter | None = None
+        if quantize:
+            values, scale = quantize_rows(weight)
+            self.weight, self.scale = _constant(values), _constant(scale)
+        else:
+            self.weight = _constant(weight)
+
+    @property
+    def weights(self) -> LinearWeights:
+        return LinearWeights(self.weight, self.bias, self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x.flatten(0, -2), self.weights).unflatten(0, x.shape[:-1])
+
+    def parts(self) -> list[LinearPart]:
+        """Each of the layers it was made of, over the same weights."""
+        starts = [sum(self.part_sizes[:index]) for index in range(len(self.part_sizes))]
+        return [
+            LinearPart(self, start, start + size)
+            for start, size in zip(starts, self.part_sizes, strict=True)
+        ]
+
+
+class LinearPart(nn.Module):
+    """One of the layers inside a `PackedLinear`, for code that calls them one by one."""
+
+    def __init__(self, packed: PackedLinear, start: int, end: int) -> None:
+        super().__init__()
+        self.packed = packed
+        self.start, self.end = start, end
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.packed.weights.slice(self.start, self.end)
+        return linear(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])
+
+
+def _constant(tensor: Tensor) -> nn.Parameter:
+    # A parameter, because compiled code takes the shapes of those as fixed.
+    return nn.Parameter(tensor, requires_grad=False)
