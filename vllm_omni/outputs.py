@@ -74,7 +74,11 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_running: int = 0  # requests that workers hold when the step is over
     num_waiting: int = 0  # and those that have not started
     num_computed_steps: int = 0  # denoising steps of requests
-    num_skipped_rows: int = 0  # of the rows, taken by a cache
+    num_cached_rows: int = 0  # of the rows, those of requests with a step cache
+    num_skipped_rows: int = 0  # of these, taken by it
+    num_skipped_blocks: int = 0  # of the transformer, that those rows left out
+    cache_bytes: dict[int, dict[str, int]] = {}  # worker -> kind of entry -> bytes held afterwards
+    num_evictions: dict[str, int] = {}  # kind of entry -> those that gave way in this step
     memory_bytes: dict[int, int] = {}  # worker -> GPU memory, or resident; told once a second
 
     @property

@@ -14,6 +14,7 @@ from vllm_omni.diffusion.messages import DiffusionRequest
 from vllm_omni.models.qwen_image.inputs import TASK_TEXT_ENCODING, QwenImageCustomInputs
 from vllm_omni.outputs import StepStats
 from vllm_omni.serial import MessageDecoder, encode
+from vllm_omni.step_cache import StepCacheParams
 
 PLAIN = Case("a red cat", 64, 96, 3, None, seed=1)
 GUIDED = Case("a dog", 48, 64, 2, 4.0, seed=2)
@@ -109,6 +110,31 @@ def test_memory_is_told_once_a_second(engine_core: MakeEngineCore) -> None:
         assert told[1:] == [{}] * (len(told) - 1)
 
 
+def test_what_the_caches_hold(engine_core: MakeEngineCore) -> None:
+    core = engine_core(0)
+    tokenizer = load_tokenizer(core)
+    cache = StepCacheParams(threshold=10.0)  # random weights: whatever comes is near enough
+    cached = inputs_of(GUIDED, tokenizer, cache=cache, num_inference_steps=4)
+    steps = watch_steps(core, inputs_of(PLAIN, tokenizer), cached)
+    # The first step is warm-up; the third of three ends the one without a cache.
+    assert [s.num_rows for s in steps] == [3, 3, 3, 2]
+    assert [s.num_cached_rows for s in steps] == [2] * 4
+    assert [s.num_skipped_rows for s in steps] == [0, 2, 2, 2]
+    blocks = [s.num_skipped_blocks for s in steps]
+    assert blocks[0] == 0 and blocks[1] > 0 and blocks[1] % 2 == 0 and blocks[1:] == [blocks[1]] * 3
+
+    def held(stats: StepStats, kind: str) -> int:
+        return sum(by_kind[kind] for by_kind in stats.cache_bytes.values())
+
+    # Two branches with two tensors of [12 tokens, hidden size] each; released with the result.
+    hidden_size = held(steps[0], "step_cache") // (2 * 2 * 12 * 4)
+    assert [held(s, "step_cache") for s in steps] == [2 * 2 * 12 * 4 * hidden_size] * 3 + [0]
+    assert hidden_size >= 16
+    assert held(steps[0], "request") > held(steps[2], "request") > held(steps[3], "request") == 0
+    assert all(held(s, "prompt") > 0 for s in steps)
+    assert [s.num_evictions for s in steps] == [{}] * 4
+
+
 def test_one_client_of_several_counts_a_step(engine_core: MakeEngineCore) -> None:
     core = engine_core(0)
     inputs = inputs_of(PLAIN, load_tokenizer(core))
@@ -125,7 +151,14 @@ def test_one_client_of_several_counts_a_step(engine_core: MakeEngineCore) -> Non
 
 
 def test_stats_cross_a_process() -> None:
-    stats = StepStats(start_time=5.0, step_time=0.25, num_rows=3, memory_bytes={0: 1 << 40})
+    stats = StepStats(
+        start_time=5.0,
+        step_time=0.25,
+        num_rows=3,
+        cache_bytes={1: {"step_cache": 7}},
+        num_evictions={"prompt": 2},
+        memory_bytes={0: 1 << 40},
+    )
     assert MessageDecoder(StepStats).decode(encode(stats)) == stats
     assert stats.end_time == 5.25
     assert stats.occupancy == 0.0

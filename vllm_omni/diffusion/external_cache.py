@@ -29,6 +29,10 @@ class ExternalCache(Protocol):
     def num_skipped(self) -> int:
         """How often a guidance branch took a step by the cache."""
 
+    @property
+    def num_skipped_blocks(self) -> int:
+        """Blocks that were left out then."""
+
     def take_step(self) -> AbstractContextManager[torch.nn.Module]:
         """The module for this step: one forward of each branch, the conditional one first.
 

@@ -35,7 +35,7 @@ from cache_dit import (
     steps_mask,
 )
 from cache_dit.caching.cache_blocks import UnifiedBlocks
-from cache_dit.caching.cache_contexts import ContextManager
+from cache_dit.caching.cache_contexts import ContextManager, PrunedContext
 from torch import Tensor
 
 from vllm_omni.cache_dit_params import CACHE_DIT, CALIBRATOR_OPTIONS, CALIBRATORS, CacheDiTParams
@@ -82,6 +82,10 @@ class CacheDiTCache:
             name=name, cache_config=config, calibrator_config=calibrator
         )
         self._pending: Any = None
+        self.num_skipped_blocks = 0
+        self._num_tail_blocks = (
+            len(adapter.blocks) - config.Fn_compute_blocks - config.Bn_compute_blocks
+        )
         cached_blocks = UnifiedBlocks(
             adapter.blocks,
             transformer=module,
@@ -121,7 +125,13 @@ class CacheDiTCache:
     def commit(self) -> None:
         if self._pending is None:
             return
+        skipped_before, pruned_before = self.num_skipped, _count_pruned(self._context)
         self._context, self._pending = self._pending, None
+        if isinstance(self._context, PrunedContext):
+            pruned = _count_pruned(self._context)  # less than before where it has started anew
+            self.num_skipped_blocks += pruned - (pruned_before if pruned >= pruned_before else 0)
+        else:
+            self.num_skipped_blocks += (self.num_skipped - skipped_before) * self._num_tail_blocks
         self._manager.try_hold(
             self._request_id, "external_cache", _count_bytes(self._context), self._drop_tensors
         )
@@ -183,6 +193,12 @@ def _copy_context(context: Any) -> Any:
 def _count_bytes(context: Any) -> int:
     storages = [tensor.untyped_storage() for tensor in _tensors_of(context)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _count_pruned(context: Any) -> int:
+    if not isinstance(context, PrunedContext):
+        return 0
+    return sum(context.pruned_blocks) + sum(context.cfg_pruned_blocks)
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:

@@ -51,6 +51,11 @@ def test_a_step(metrics: ServerMetrics) -> None:
         model_time=0.2,
         prepare_time=0.01,
         memory_bytes={0: 1000, 1: 2000},
+        num_cached_rows=2,
+        num_skipped_rows=1,
+        num_skipped_blocks=5,
+        cache_bytes={0: {"request": 10, "step_cache": 20, "prompt": 30}, 1: {"step_cache": 40}},
+        num_evictions={"step_cache": 2},
     )
     metrics.observe_step(1, stats)
     metrics.observe_step(1, create_step(0.5, 0.75, num_computed_steps=1, num_running=1))
@@ -64,13 +69,27 @@ def test_a_step(metrics: ServerMetrics) -> None:
         "batch_occupancy_ratio_sum": 1.2,
         "steps_computed_total": 2,
         "rows_total": 4,
-        "rows_skipped_total": 0,
+        "rows_cached_total": 2,
+        "rows_skipped_total": 1,
+        "blocks_skipped_total": 5,
         "model_seconds_total": 0.2,
         "prepare_seconds_total": 0.01,
     }
     assert {name: read(metrics, name, **STAGE) for name in expected} == pytest.approx(expected)
     assert read(metrics, "step_seconds_bucket", le="0.5", **STAGE) == 1
     assert read(metrics, "memory_bytes", worker="1", **STAGE) == 2000  # from the step before
+    held = {"0": 20, "1": 40}
+    for worker, num_bytes in held.items():
+        labels = STAGE | {"worker": worker, "kind": "step_cache"}
+        assert read(metrics, "cache_bytes", **labels) == num_bytes
+    assert read(metrics, "cache_evictions_total", kind="step_cache", **STAGE) == 2
+    assert read(metrics, "cache_evictions_total", kind="prompt", **STAGE) == 0
+
+
+def test_what_is_released_without_a_step_is_told(metrics: ServerMetrics) -> None:
+    metrics.observe_step(1, create_step(0.0, cache_bytes={0: {"request": 10}}))
+    metrics.observe_step(1, create_step(1.0, num_requests=0, cache_bytes={0: {"request": 0}}))
+    assert read(metrics, "cache_bytes", worker="0", kind="request", **STAGE) == 0
 
 
 def test_news_without_a_step_are_no_step(metrics: ServerMetrics) -> None:

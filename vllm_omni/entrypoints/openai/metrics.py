@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from fastapi import APIRouter, Response
@@ -20,8 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from vllm_omni.ar.stat_logger import VLLM_REGISTRY
 from vllm_omni.config import StageConfig
 from vllm_omni.engine.prompt_cache import PromptCache
-from vllm_omni.engine.stage_client import StageClient
-from vllm_omni.errors import EngineError
+from vllm_omni.engine.stage_client import StageClient, StageHealth
 from vllm_omni.outputs import FinishReason, StepStats
 from vllm_omni.timeline import RequestTimeline, Span
 
@@ -37,8 +36,8 @@ OCCUPANCY_BUCKETS = tuple(tenth / 10 for tenth in range(1, 11))
 METHODS = ("GET", "POST", "DELETE", "OPTIONS", "HEAD", "PUT", "PATCH")
 OUTPUT_FORMATS = ("image", "text", "text+image", "latents", "hidden_states")
 OTHER = "other"
-
-_HEALTH_TIMEOUT = 0.5  # seconds; an embedded stage answers between two steps
+SHED_REASONS = ("places", "cost", "share", "jobs", "text")
+EVICTABLE = ("step_cache", "prompt")  # kinds of entries in a worker's cache manager
 
 
 class ServerMetrics:
@@ -65,6 +64,11 @@ class ServerMetrics:
         self.waiting.labels(stage).set(stats.num_waiting)
         for worker, num_bytes in stats.memory_bytes.items():
             self.memory.labels(stage, str(worker)).set(num_bytes)
+        for worker, by_kind in stats.cache_bytes.items():
+            for kind, num_bytes in by_kind.items():
+                self.cache_bytes.labels(stage, str(worker), kind).set(num_bytes)
+        for kind, num_evictions in stats.num_evictions.items():
+            self.cache_evictions.labels(stage, kind).inc(num_evictions)
         if not stats.num_requests:
             return  # it only took requests out
         self.step_seconds.labels(stage).observe(stats.step_time)
@@ -73,7 +77,9 @@ class ServerMetrics:
         self.occupancy.labels(stage).observe(stats.occupancy)
         self.computed.labels(stage).inc(stats.num_computed_steps)
         self.rows.labels(stage).inc(stats.num_rows)
+        self.cached.labels(stage).inc(stats.num_cached_rows)
         self.skipped.labels(stage).inc(stats.num_skipped_rows)
+        self.skipped_blocks.labels(stage).inc(stats.num_skipped_blocks)
         self.model_seconds.labels(stage).inc(stats.model_time)
         self.prepare_seconds.labels(stage).inc(stats.prepare_time)
 
@@ -117,37 +123,27 @@ class ServerMetrics:
         self.prompt_evictions.set_function(lambda: cache.num_evictions)
         self.prompt_bytes.set_function(lambda: cache.used_bytes)
 
-    def set_stage_up(self, stage_id: int, is_up: bool) -> None:
-        """Whether a stage works; one that was down and works again has been restarted."""
-        stage = self._names[stage_id]
-        if is_up and self._is_up[stage_id] is False:
-            self.restarts.labels(stage).inc()
+    def set_stage_health(self, stage_id: int, health: StageHealth) -> None:
+        """How a stage is, and what it has been through."""
+        stage, before = self._names[stage_id], self._health[stage_id]
+        is_up = health.state == "ready"
         if not is_up and stage in self._drawing:
-            self.running.labels(stage).set(0)  # its requests have ended with it
+            self.running.labels(stage).set(0)  # what it had waits to be run again
             self.waiting.labels(stage).set(0)
-        self._is_up[stage_id] = is_up
         self.up.labels(stage).set(is_up)
+        self.restarts.labels(stage).inc(health.num_restarts - before.num_restarts)
+        self.replayed.labels(stage).inc(health.num_replayed - before.num_replayed)
+        self.refused.labels(stage).inc(health.num_refused - before.num_refused)
+        self._health[stage_id] = health
 
-    async def check_stages(self, clients: Iterable[StageClient]) -> None:
-        """Ask every stage whether it works; one that does not say so in time is left as it was."""
-        await asyncio.gather(*(self._check_stage(client) for client in clients))
+    def observe_shed(self, reason: str) -> None:
+        """A request was not let in."""
+        self.shed.labels(reason).inc()
 
     def render(self) -> bytes:
         """Everything, in Prometheus' text format: ours, vLLM's, and those of this process."""
         registries = (self.registry, VLLM_REGISTRY, REGISTRY)
         return b"".join(generate_latest(registry) for registry in registries)
-
-    async def _check_stage(self, client: StageClient) -> None:
-        stage_id = client.stage.stage_id
-        try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT):
-                await client.check_health()
-        except TimeoutError:
-            return
-        except EngineError:
-            self.set_stage_up(stage_id, False)
-        else:
-            self.set_stage_up(stage_id, True)
 
     def _observe_span(self, span: Span) -> None:
         assert span.stage_id is not None
@@ -167,10 +163,15 @@ class ServerMetrics:
         counter = partial(Counter, registry=self.registry)
         self.up = gauge("vllm_omni_stage_up", "1 if the stage works", ["stage"])
         self.restarts = counter("vllm_omni_stage_restarts", "Times it came back", ["stage"])
-        self._is_up: dict[int, bool | None] = dict.fromkeys(self._names)
-        for name in self._names.values():
-            self.up.labels(name).set(1)  # nobody is asked before all have started
-            self.restarts.labels(name)
+        self.replayed = counter(
+            "vllm_omni_requests_replayed", "Requests run again because the stage died", ["stage"]
+        )
+        self.refused = counter(
+            "vllm_omni_requests_refused", "Requests ended because the stage died of them", ["stage"]
+        )
+        self._health = dict.fromkeys(self._names, StageHealth("ready"))
+        for stage_id, health in self._health.items():
+            self.set_stage_health(stage_id, health)  # nobody is asked before all have started
 
         self.running = gauge(
             "vllm_omni_requests_running", "Requests that hold latents in the stage", ["stage"]
@@ -194,6 +195,17 @@ class ServerMetrics:
             "GPU memory of a worker; its resident memory where there is no GPU",
             ["stage", "worker"],
         )
+        self.cache_bytes = gauge(
+            "vllm_omni_cache_bytes",
+            "What a worker's cache manager holds, by kind of entry",
+            ["stage", "worker", "kind"],
+        )
+        self.cache_evictions = counter(
+            "vllm_omni_cache_evictions", "Entries that gave way to others", ["stage", "kind"]
+        )
+        for name in self._drawing:
+            for kind in EVICTABLE:
+                self.cache_evictions.labels(name, kind)
 
     def _make_step_metrics(self) -> None:
         counter = partial(Counter, registry=self.registry, labelnames=["stage"])
@@ -214,7 +226,13 @@ class ServerMetrics:
         )
         self.computed = counter("vllm_omni_steps_computed", "Denoising steps of requests")
         self.rows = counter("vllm_omni_rows", "Guidance branches of those steps")
-        self.skipped = counter("vllm_omni_rows_skipped", "Of the rows, taken by a step cache")
+        self.cached = counter(
+            "vllm_omni_rows_cached", "Of the rows, those of requests with a step cache"
+        )
+        self.skipped = counter("vllm_omni_rows_skipped", "Of these, taken by it: hits")
+        self.skipped_blocks = counter(
+            "vllm_omni_blocks_skipped", "Blocks of the transformer that those rows left out"
+        )
         self.model_seconds = counter(
             "vllm_omni_model_seconds", "Time inside the networks: what is left is the engine's own"
         )
@@ -252,6 +270,14 @@ class ServerMetrics:
         }
 
     def _make_http_metrics(self) -> None:
+        self.shed = Counter(
+            "vllm_omni_requests_shed",
+            "Requests that were not let in, by what there was too much of",
+            ["reason"],
+            registry=self.registry,
+        )
+        for reason in SHED_REASONS:
+            self.shed.labels(reason)
         self.http_requests = Counter(
             "vllm_omni_http_requests",
             "HTTP answers",
@@ -279,7 +305,8 @@ def make_router(metrics: ServerMetrics, clients: Sequence[StageClient]) -> APIRo
 
     @router.get("/metrics", summary="Metrics for Prometheus", response_class=MetricsResponse)
     async def get_metrics() -> MetricsResponse:
-        await metrics.check_stages(clients)
+        for client in clients:
+            metrics.set_stage_health(client.stage.stage_id, client.health)
         # A hundred kilobytes of text: not in the thread that passes on everybody's pictures.
         return MetricsResponse(await asyncio.to_thread(metrics.render))
 
