@@ -10,7 +10,7 @@ CODE := $(wildcard vllm_omni tests benchmarks examples training)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: install demo serve test browser format lint types clean help
+.PHONY: install demo serve test faults browser format lint types clean help
 
 install: $(STAMP)  ## make .venv and install the locked packages into it
 
@@ -24,6 +24,11 @@ serve: $(STAMP)  ## serve the embedded model, with the page: http://127.0.0.1:80
 test: export HF_HUB_OFFLINE = 1
 test: lint types browser  ## check format, lint and types, then run the tests
 	$(BIN)/pytest
+
+faults: export HF_HUB_OFFLINE = 1
+faults: $(STAMP)  ## do everything to servers that can happen to them; takes an hour
+	$(BIN)/pytest tests/faults -m '' --record benchmarks/results/faults
+	SCHEMA_CASES=20000 $(BIN)/pytest --timeout=5000 -rP tests/entrypoints/openai/test_schema.py
 
 browser:  ## install Chromium for the tests of the page, where that is allowed
 	@command -v chromium >/dev/null || \

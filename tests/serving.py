@@ -25,20 +25,21 @@ def get_free_port() -> int:
 class ServerProcess:
     """A running server; what it says goes to a file."""
 
+    command: tuple[str, ...] = (sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve")
+    ready_path = "/health/ready"
+    starts_session = False  # whether it and all it starts are a session of their own
+
     def __init__(self, log: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
         self.port = get_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve"),
-                    *arguments,
-                    *("--port", str(self.port)),
-                ],
+                [*self.command, *arguments, "--port", str(self.port)],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=os.environ | (env or {}),
+                start_new_session=self.starts_session,
             )
 
     def wait_until_ready(self) -> None:
@@ -60,6 +61,6 @@ class ServerProcess:
 
     def _is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
+            return httpx.get(f"{self.url}{self.ready_path}", timeout=5).status_code == 200
         except httpx.TransportError:
             return False

@@ -1,0 +1,174 @@
+"""More than can be done: cases 14, 15, 28 and 35."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import httpx
+import psutil
+import pytest
+
+from tests.drawing import MakeCheckpoint
+from tests.faults.conftest import MakeVictim
+from tests.faults.load import NEVER, Answer, Ask, Load, create_asks, judge_all, learn
+from tests.faults.record import Record
+from tests.faults.victim import Victim
+from tests.faults.watch import Watch
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+
+CAP = 256  # --max-num-queued
+NUM = 10_000
+NUM_AT_ONCE = 8  # or the client would wait for itself
+MAX_GROWTH = 200  # MB of the server, with all of them in
+
+
+@pytest.fixture(scope="module")
+def victim(start: MakeVictim, checkpoint: MakeCheckpoint) -> Victim:
+    victim = start(str(checkpoint(0)), "--max-num-queued", str(CAP))
+    victim.wait_until_ready()
+    return victim
+
+
+def get_rss(victim: Victim) -> float:
+    """MB of the process that answers."""
+    return psutil.Process(victim.process.pid).memory_info().rss / 1e6
+
+
+def get_p99(answers: list[Answer]) -> float:
+    """Milliseconds."""
+    times = sorted(answer.seconds for answer in answers)
+    return round(1000 * times[int(0.99 * (len(times) - 1))], 1)
+
+
+def test_ten_thousand_more_than_fit(victim: Victim, record: Record) -> None:
+    asks = create_asks(CAP, kinds=("answer",), steps=200)
+    expected = learn(victim.url, asks)
+    before = get_rss(victim)
+    inside = Load(victim.url, asks, CAP).start()
+    with httpx.Client(base_url=victim.url, timeout=60) as client:
+        deadline = time.monotonic() + 60
+        while _count(client) < CAP and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with Watch(victim) as watch:
+            answers = Load(victim.url, create_asks(NUM, kinds=("answer",)), NUM_AT_ONCE).run()
+        most = _count(client)
+    refused = [answer for answer in answers if answer.status == 429 and answer.retry_after]
+    growth = get_rss(victim) - before
+    figures = judge_all(inside.join(), expected)
+    missed = record.note(
+        "14",
+        "more requests than the queue holds",
+        {
+            "requests": len(answers),
+            "refused": len(refused),
+            "answered_otherwise": sum(answer.status not in (200, 429) for answer in answers),
+            "queued": most,
+            "refused_p99_ms": get_p99(refused),
+            "ready_p99_ms": watch.get_p99(),
+            "growth_mb": round(growth),
+            **{f"inside_{name}": figures[name] for name in ("right", "failed", *NEVER)},
+        },
+        at_most={
+            "answered_otherwise": 0,
+            "queued": CAP,
+            "refused_p99_ms": 50,
+            "ready_p99_ms": 200,
+            "growth_mb": MAX_GROWTH,
+            **{f"inside_{name}": 0 for name in ("failed", *NEVER)},
+        },
+        at_least={"refused": NUM // 2},
+    )
+    assert missed == []
+
+
+def _count(client: httpx.Client) -> int:
+    queue = client.get("/v1/queue").json()
+    return int(queue["running"] + queue["waiting"])
+
+
+def test_clients_that_do_not_read(victim: Victim, record: Record) -> None:
+    asks = create_asks(60, kinds=("answer",))
+    expected = learn(victim.url, asks)
+    alone = Load(victim.url, asks, 2).run()
+    with Readers(victim, 50):
+        beside = Load(victim.url, asks, 2).run()
+    missed = record.note(
+        "15",
+        "50 streams that nobody reads",
+        {
+            **judge_all(beside, expected),
+            "p99_ms": get_p99(beside),
+            "p99_alone_ms": get_p99(alone),
+        },
+        at_most={**NEVER, "failed": 0, "p99_ms": 2 * get_p99(alone)},
+    )
+    assert missed == []
+
+
+class Readers:
+    """Connections that ask for streams with previews, and read nothing."""
+
+    def __init__(self, victim: Victim, num: int) -> None:
+        body = b'{"prompt": "a", "stream": true, "partial_images": 3, "size": "128x128"}'
+        head = (
+            "POST /v1/images/generations HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self.sockets = []
+        for _ in range(num):
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.connect(("127.0.0.1", victim.port))
+            client.sendall(head.encode() + body)
+            self.sockets.append(client)
+
+    def __enter__(self) -> Readers:
+        with httpx.Client(base_url=f"http://127.0.0.1:{self.sockets[0].getpeername()[1]}") as http:
+            while _count(http) > 4:  # until they are drawn, and wait to be read
+                time.sleep(0.1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self.sockets:
+            client.close()
+
+
+def test_no_more_descriptors(victim: Victim, record: Record) -> None:
+    """Who cannot be let in waits outside; who is in is served, and later everybody again."""
+    process = psutil.Process(victim.process.pid)
+    before = process.rlimit(psutil.RLIMIT_NOFILE)
+    asks = create_asks(24, kinds=("answer",))
+    expected = learn(victim.url, asks)
+    load = Load(victim.url, asks, 4).start()
+    load.wait_for_answers(4)
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 8, before[1]))
+    outside = [socket.create_connection(("127.0.0.1", victim.port)) for _ in range(64)]
+    during = judge_all(load.join(), expected)
+    for client in outside:
+        client.close()
+    process.rlimit(psutil.RLIMIT_NOFILE, before)
+    after = judge_all(Load(victim.url, asks, 4).run(), expected)
+    missed = record.note(
+        "28",
+        "no file descriptors left (64 connections too many)",
+        {**during, "right_after": after["right"]},
+        at_most={**NEVER, "failed": 0},
+        at_least={"right_after": len(asks)},
+    )
+    assert missed == [], victim.log.read_text()[-5000:]
+
+
+def test_many_of_one_kind(victim: Victim, record: Record) -> None:
+    [ask] = create_asks(1, kinds=("answer",))
+    expected = learn(victim.url, [ask])
+    answers = Load(victim.url, [Ask("answer", ask.key, ask.body)] * 32, 32).run()
+    differences = [answer.compare(expected) for answer in answers if answer.results]
+    missed = record.note(
+        "35",
+        "32 times the same request at once, and alone",
+        {**judge_all(answers, expected), "largest_difference": max(differences)},
+        at_most={**NEVER, "failed": 0, "largest_difference": 1},
+    )
+    assert missed == []

@@ -1,0 +1,157 @@
+"""Every process, killed and frozen, in every phase: cases 1 to 7."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.drawing import MakeCheckpoint
+from tests.faults.conftest import MakeVictim
+from tests.faults.load import NEVER, Ask, Load, create_asks, learn
+from tests.faults.record import Record
+from tests.faults.scenes import MID_STEP, PHASES, QUEUED, SIGNALS, end, hurt_under_load
+from tests.faults.victim import (
+    API,
+    AR,
+    DIFFUSION,
+    FORKSERVER,
+    GONE,
+    TRACKER,
+    WORKER,
+    Victim,
+)
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+
+NUM = 24  # requests of one case
+# Seconds until a stage works again, and until its death or its standstill is noticed.
+BACK = {AR: 90, DIFFUSION: 15, WORKER: 15}
+NOTICED = {signal.SIGKILL: 1, signal.SIGSTOP: 10}
+CASES = {AR: "1", DIFFUSION: "3", WORKER: "4"}
+NAMES = {
+    AR: "the AR engine",
+    DIFFUSION: "the diffusion engine",
+    WORKER: "the diffusion worker",
+    API: "the API process",
+    TRACKER: "Python's resource tracker",
+}
+
+
+@dataclass
+class Stage:
+    """A server that is used again for as long as it lives."""
+
+    start: MakeVictim
+    arguments: tuple[str, ...]
+    victim: Victim | None = None
+    expected: dict[str, bytes] | None = None
+
+    def get(self, asks: list[Ask]) -> tuple[Victim, dict[str, bytes]]:
+        if self.victim is None or self.victim.process.poll() is not None:
+            self.victim = self.start(*self.arguments)
+            self.victim.wait_until_ready()
+        if self.expected is None:
+            self.expected = learn(self.victim.url, asks)
+        return self.victim, self.expected
+
+
+@pytest.fixture(scope="module")
+def stage(start: MakeVictim, checkpoint: MakeCheckpoint) -> Iterator[Stage]:
+    yield Stage(start, (str(checkpoint(0)), "--worker-processes", "1", "--max-restarts", "1000"))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("name", [DIFFUSION, WORKER, AR], ids=["core", "worker", "ar"])
+def test_a_stage_is_hurt(
+    stage: Stage, record: Record, name: str, signum: signal.Signals, phase: str
+) -> None:
+    asks = create_asks(NUM, steps=12)
+    victim, expected = stage.get(asks)
+    load = Load(victim.url, asks, NUM if phase == QUEUED else 8)
+    figures = hurt_under_load(victim, name, signum, phase, load, expected)
+    case = CASES[name] if signum == signal.SIGKILL else "7"
+    missed = record.note(
+        case,
+        f"{SIGNALS[signum]} of {NAMES[name]}, {phase}",
+        figures,
+        at_most={**NEVER, "failed": 0, "noticed_s": NOTICED[signum], "ready_s": BACK[name]},
+    )
+    assert missed == [], victim.log.read_text()[-5000:]
+
+
+def test_the_forkserver_is_killed(stage: Stage, record: Record) -> None:
+    """Stages go on; the next one to die comes back too."""
+    asks = create_asks(NUM, steps=12)
+    victim, expected = stage.get(asks)
+    victim.hurt(FORKSERVER)
+    load = Load(victim.url, asks, 8)
+    figures = hurt_under_load(victim, DIFFUSION, signal.SIGKILL, MID_STEP, load, expected)
+    missed = record.note(
+        "6",
+        "kill -9 of the forkserver, then of the diffusion engine, mid-step",
+        figures,
+        at_most={**NEVER, "failed": 0, "ready_s": BACK[AR]},
+    )
+    assert missed == [], victim.log.read_text()[-5000:]
+
+
+@pytest.mark.parametrize("name", [AR, DIFFUSION, WORKER], ids=["ar", "core", "worker"])
+def test_a_stage_is_killed_while_it_loads(
+    start: MakeVictim, checkpoint: MakeCheckpoint, record: Record, name: str
+) -> None:
+    """It starts all the same, or says why it does not."""
+    victim = start(str(checkpoint(0)), "--worker-processes", "1")
+    victim.hurt(name)
+    figures = _see_start(victim)
+    missed = record.note(
+        CASES[name],
+        f"kill -9 of {NAMES[name]}, loading",
+        figures,
+        at_most=GONE,
+        at_least={"ready_or_not_0": 1},
+    )
+    assert missed == [], victim.log.read_text()[-5000:]
+
+
+def _see_start(victim: Victim) -> dict[str, int | None]:
+    """Ready, or ended with a code that is not 0; what is left after the end."""
+    try:
+        victim.wait_until_ready()
+    except AssertionError:
+        exit_code = victim.wait_for_exit(1)
+    else:
+        exit_code = None
+        assert victim.stop() == 0
+    return {
+        "exit_code": exit_code,
+        "ready_or_not_0": int(exit_code != 0),
+        **victim.find_leftovers().figures,
+    }
+
+
+@pytest.mark.parametrize("name", [API, TRACKER], ids=["api", "tracker"])
+@pytest.mark.parametrize("is_loading", [False, True], ids=["serving", "loading"])
+def test_the_server_itself_is_killed(
+    start: MakeVictim, checkpoint: MakeCheckpoint, record: Record, name: str, is_loading: bool
+) -> None:
+    victim = start(str(checkpoint(0)), "--worker-processes", "1")
+    if is_loading:
+        victim.find(WORKER)
+    else:
+        victim.wait_until_ready()
+    figures = end(victim, name, signal.SIGKILL) if name == API else _lose(victim, name)
+    phase = "loading" if is_loading else "serving"
+    missed = record.note("5", f"kill -9 of {NAMES[name]}, {phase}", figures, at_most=GONE)
+    assert missed == []
+
+
+def _lose(victim: Victim, name: str) -> dict[str, int | None]:
+    """A process that nobody misses is gone; then the server ends as ever."""
+    victim.hurt(name)
+    victim.wait_until_ready()
+    exit_code = victim.stop()
+    return {"exit_code": exit_code, **victim.find_leftovers().figures}

@@ -1,0 +1,146 @@
+"""A server that things are done to: its processes by name, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.serving import ServerProcess
+
+AR, DIFFUSION, WORKER = "vllm-omni ar:0", "vllm-omni diffusion:1", "vllm-omni diffusion:1 worker 0"
+API, FORKSERVER, TRACKER = "vllm-omni api", "forkserver", "resource tracker"
+
+GONE = {"orphans": 0, "segments": 0, "files": 0}  # what may be left of a server
+LET_GO = 3.0  # seconds after an exit, by which nothing of the server may be left
+_PERIOD = 0.01  # seconds between two looks
+_SEGMENTS = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What is there after the end of a server."""
+
+    processes: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """For the table."""
+        kinds = (self.processes, self.segments, self.files)
+        return {name: len(kind) for name, kind in zip(GONE, kinds, strict=True)}
+
+
+class Victim(ServerProcess):
+    """A server in a session of its own, with a folder for all its temporary files."""
+
+    server = "vllm-omni"  # the table's column
+    starts_session = True
+
+    def __init__(self, log: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+        # Not pytest's own: the path of a socket must be short.
+        self.temporary = Path(tempfile.mkdtemp(prefix="faults-"))
+        self._segments_before = set(_list_segments())
+        super().__init__(log, *arguments, env={"TMPDIR": str(self.temporary)} | (env or {}))
+
+    # --- its processes ---
+
+    def list_processes(self) -> dict[int, str]:
+        """Names of all that are alive, by process id."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) != self.process.pid:
+                    continue
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = _get_name(process)
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue  # it has just ended
+        return found
+
+    def find(self, name: str, timeout: float = 120.0, other_than: int | None = None) -> int:
+        """The process id of the one with this name, once it is there."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for pid, found in self.list_processes().items():
+                if found == name and pid != other_than:
+                    return pid
+            assert self.process.poll() is None, f"{name} never came: {self.log.read_text()}"
+            time.sleep(_PERIOD)
+        raise AssertionError(f"no {name} in {self.list_processes()}")
+
+    def hurt(self, name: str, signum: int = signal.SIGKILL) -> float:
+        """Send a signal to the one with this name or number; the answer is when."""
+        pid = int(name) if name.isdecimal() else self.find(name)
+        now = time.monotonic()
+        os.kill(pid, signum)
+        return now
+
+    # --- its end ---
+
+    def wait_for_exit(self, timeout: float = 60.0) -> int | None:
+        """Its exit code; None if it goes on."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def find_leftovers(self) -> Leftovers:
+        """What is there some seconds after the end."""
+        deadline = time.monotonic() + LET_GO
+        while (left := self._look()) != Leftovers() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def destroy(self) -> None:
+        """End whatever is left, and take its files away."""
+        for pid in self.list_processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def _look(self) -> Leftovers:
+        segments = set(_list_segments()) - self._segments_before
+        return Leftovers(
+            tuple(self.list_processes().values()),
+            tuple(sorted(segments - _list_mapped())) if segments else (),
+            tuple(sorted(str(p.relative_to(self.temporary)) for p in self._list_files())),
+        )
+
+    def _list_files(self) -> list[Path]:
+        # The cache that torch's compiler has for all programs of a user is no leftover.
+        return [p for p in self.temporary.rglob("*") if not p.name.startswith("torchinductor_")]
+
+
+def _get_name(process: psutil.Process) -> str:
+    line = " ".join(process.cmdline()).strip()
+    for name in (FORKSERVER, TRACKER):
+        if f"multiprocessing.{name.replace(' ', '_')}" in line:
+            return name
+    return line
+
+
+def _list_segments() -> list[str]:
+    return os.listdir(_SEGMENTS) if _SEGMENTS.is_dir() else []
+
+
+def _list_mapped() -> set[str]:
+    """Segments that a living process uses: other servers run beside this one."""
+    mapped = set()
+    for process in psutil.process_iter():
+        try:
+            paths = [entry.path for entry in process.memory_maps()]
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        mapped |= {Path(path).name for path in paths if path.startswith(str(_SEGMENTS))}
+    return mapped
