@@ -70,27 +70,22 @@ def _fp8_product(x: Tensor, scale: Tensor, weights: LinearWeights, dtype: torch.
 
 
 class PackedLinear(nn.Module):
-    """Linear layers that read the same input, as one; with `quantize`, in fp8.
+    """Linear layers that read the same input, as one."""
 
-    It takes over their weights one after the other, so that hardly any are there twice.
-    """
-
-    def __init__(self, parts: Sequence[nn.Linear], quantize: bool = False) -> None:
+    def __init__(self, parts: Sequence[nn.Linear]) -> None:
         super().__init__()
         assert all(part.bias is not None for part in parts)
         self.part_sizes = [part.out_features for part in parts]
-        weight = (
-            torch.cat([part.weight.data for part in parts])
-            if len(parts) > 1
-            else parts[0].weight.data
-        )
+        weights = [part.weight.data for part in parts]
+        self.weight = _constant(torch.cat(weights) if len(parts) > 1 else weights[0])
         self.bias = _constant(torch.cat([part.bias.data for part in parts]))
         self.scale: nn.Parameter | None = None
-        if quantize:
-            values, scale = quantize_rows(weight)
+
+    def quantize(self) -> None:
+        """Keep the weight in fp8 from now on."""
+        if self.scale is None:
+            values, scale = quantize_rows(self.weight)
             self.weight, self.scale = _constant(values), _constant(scale)
-        else:
-            self.weight = _constant(weight)
 
     @property
     def weights(self) -> LinearWeights:

@@ -23,7 +23,7 @@ from vllm_omni.models.qwen_image.transformer import (
     packed_forward,
     single_row_forward,
 )
-from vllm_omni.models.qwen_image.weights import pack_weights
+from vllm_omni.models.qwen_image.weights import pack_weights, quantize_weights
 
 MIX = (
     RowShape(((1, 4, 6),), 7),
@@ -209,3 +209,22 @@ def test_steps_take_the_simple_loop_until_it_is_compiled(
     assert fast.is_ready
     assert relative_error(fast.forward(*inputs), expected) < 2e-6
     assert num_simple == 1
+
+
+@torch.no_grad()
+def test_fp8_is_the_same_in_the_fast_step_and_the_simple_loop() -> None:
+    # Both round to fp8; what differs is the last bit of what they round.
+    stock, quantized = create_transformer(), create_transformer()
+    inputs = create_inputs(stock, MIX)
+    expected = packed_forward(stock, *inputs)
+    quantize_weights(quantized)
+    simple = packed_forward(quantized, *inputs)
+    assert 0.005 < relative_error(simple, expected) < 0.1
+    fast = FastTransformer(quantized, max_rows=8, backend="")
+    assert relative_error(fast.forward(*inputs), simple) < 0.02
+    bytes_of = [
+        sum(p.nbytes for block in model.transformer_blocks for p in block.parameters())
+        for model in (stock, quantized)
+    ]
+    mods = sum(p.nbytes for b in stock.transformer_blocks for p in b.img_mod.parameters())
+    assert bytes_of[1] < (bytes_of[0] - 2 * mods) * 0.3 + 2 * mods

@@ -1,4 +1,4 @@
-"""The transformer's weights as the fast step reads them: query, key and value in one, maybe fp8."""
+"""The transformer's weights as the fast step reads them: query, key and value in one, or fp8."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from vllm_omni.layers.linear import LinearWeights, PackedLinear
 
 
-def pack_weights(transformer: QwenImageTransformer2DModel, quantize: bool = False) -> None:
-    """Join query, key and value of each stream; with `quantize`, all large layers become fp8.
+def pack_weights(transformer: QwenImageTransformer2DModel) -> None:
+    """Join query, key and value of each stream, block after block: hardly any are there twice.
 
     The module stays what it was for those that call its parts: the simple loop, and caches that
     other packages bring.
@@ -21,18 +21,30 @@ def pack_weights(transformer: QwenImageTransformer2DModel, quantize: bool = Fals
         attn = block.attn
         if isinstance(getattr(attn, "to_qkv", None), PackedLinear):
             continue
-        attn.to_qkv = PackedLinear((attn.to_q, attn.to_k, attn.to_v), quantize)
+        attn.to_qkv = PackedLinear((attn.to_q, attn.to_k, attn.to_v))
         attn.to_q, attn.to_k, attn.to_v = attn.to_qkv.parts()
-        attn.to_added_qkv = PackedLinear(
-            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), quantize
-        )
+        attn.to_added_qkv = PackedLinear((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
         attn.add_q_proj, attn.add_k_proj, attn.add_v_proj = attn.to_added_qkv.parts()
-        if quantize:
-            attn.to_out[0] = PackedLinear((attn.to_out[0],), quantize)
-            attn.to_add_out = PackedLinear((attn.to_add_out,), quantize)
-            for mlp in (block.img_mlp, block.txt_mlp):
-                mlp.net[0].proj = PackedLinear((mlp.net[0].proj,), quantize)
-                mlp.net[2] = PackedLinear((mlp.net[2],), quantize)
+
+
+def quantize_weights(transformer: QwenImageTransformer2DModel) -> None:
+    """All large layers of the blocks in fp8; what they were in is given back."""
+    pack_weights(transformer)
+    for block in transformer.transformer_blocks:
+        attn = block.attn
+        attn.to_qkv.quantize()
+        attn.to_added_qkv.quantize()
+        attn.to_out[0] = _quantized(attn.to_out[0])
+        attn.to_add_out = _quantized(attn.to_add_out)
+        for mlp in (block.img_mlp, block.txt_mlp):
+            mlp.net[0].proj = _quantized(mlp.net[0].proj)
+            mlp.net[2] = _quantized(mlp.net[2])
+
+
+def _quantized(layer: nn.Linear | PackedLinear) -> PackedLinear:
+    packed = layer if isinstance(layer, PackedLinear) else PackedLinear((layer,))
+    packed.quantize()
+    return packed
 
 
 class StreamWeights(NamedTuple):
