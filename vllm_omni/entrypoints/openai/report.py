@@ -62,7 +62,7 @@ async def _describe_stage(client: StageClient) -> str:
     if isinstance(client, ARProcClient):
         vllm_config = client.model.vllm_config
         device = vllm_config.device_config.device_type
-        memory = _gib(_get_memory(psutil.Process(client.process.processes[0].pid)))
+        memory = _gib(_get_memory(psutil.Process(client.health.pid)))
         if device != "cpu":
             memory = f"{vllm_config.cache_config.gpu_memory_utilization:.0%} of the GPU's memory"
         return f"vLLM on {device}: {made}; {memory}"
