@@ -6,7 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_omni.layers.attention import segment_attention
+from vllm_omni.layers.attention import (
+    LONG_SEGMENT,
+    Segments,
+    attend_by_segment,
+    attend_together,
+    best_kernels,
+    can_attend_together,
+    find_varlen_kernel,
+    find_vllm_kernel,
+    segment_attention,
+)
 
 NUM_HEADS = 3
 HEAD_DIM = 8
@@ -68,3 +78,54 @@ def test_lengths_have_to_add_up() -> None:
     tokens = create_tokens(4, 0)
     with pytest.raises(RuntimeError, match="sum exactly to 4"):
         segment_attention(tokens, tokens, tokens, [2, 1])
+
+
+class TestSegments:
+    def test_long_ones_are_told_from_short_ones(self) -> None:
+        segments = Segments.make([2000, LONG_SEGMENT, 7, 0], torch.device("cpu"))
+        assert segments.num_long == 2
+        assert segments.max_len == 2000
+        assert segments.starts.tolist() == [0, 2000, 3024, 3031, 3031]
+        assert segments.short_starts.tolist() == [0, 7, 7]
+        assert segments.starts.dtype == torch.int32
+
+    def test_a_bucket_promises_its_own_length(self) -> None:
+        assert Segments.make([5, 3], torch.device("cpu"), max_len=512).max_len == 512
+
+
+@pytest.mark.parametrize("segment_lens", [[33, 5, 1], [40], [9, 9, 0, 0]])
+def test_by_segment_and_together_are_the_same(segment_lens: list[int]) -> None:
+    query, key, value = (create_tokens(sum(segment_lens), seed) for seed in range(3))
+    segments = Segments.make(segment_lens, query.device)
+    expected = attend_with_mask(query, key, value, segment_lens).float()
+    by_segment = attend_by_segment(query, key, value, segments)
+    assert [part.shape[0] for part in by_segment] == segment_lens
+    torch.testing.assert_close(torch.cat(by_segment), expected, atol=1e-5, rtol=1e-5)
+    together = attend_together(query, key, value, segments)
+    torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_cpu_has_no_varlen_kernel() -> None:
+    assert find_varlen_kernel("cpu", torch.bfloat16) is None
+    assert find_varlen_kernel("cuda", torch.float32) is None  # and no GPU has one for float32
+    assert find_vllm_kernel("cpu") is None
+    assert not can_attend_together(torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("segment_lens", [[1500, 1030, 300, 40], [4160], [320, 268, 0, 0]])
+def test_kernels_of_a_gpu(segment_lens: list[int]) -> None:
+    def create(seed: int) -> Tensor:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        shape = (sum(segment_lens), 4, 128)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    query, key, value = (create(seed) for seed in range(3))
+    segments = Segments.make(segment_lens, query.device)
+    expected = segment_attention(query.float(), key.float(), value.float(), segment_lens)
+    with best_kernels(query.device):
+        by_segment = torch.cat(attend_by_segment(query, key, value, segments))
+    together = attend_together(query, key, value, segments)
+    for attended in (by_segment, together):
+        assert float((attended.float() - expected).norm() / expected.norm()) < 5e-3

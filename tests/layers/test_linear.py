@@ -65,6 +65,7 @@ def test_product_in_fp8_is_that_of_the_rounded_values(dtype: torch.dtype) -> Non
     packed.quantize()
     packed.quantize()  # once is enough
     assert packed.weight.dtype == FP8
+    assert packed.scale is not None
     values, scale = quantize_rows(x)
     rounded = values.double() * scale @ (packed.weight.double() * packed.scale).t() + packed.bias
     error = float((packed(x).double() - rounded).norm() / rounded.norm())

@@ -92,7 +92,7 @@ class PackedLinear(nn.Module):
         return LinearWeights(self.weight, self.bias, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x.flatten(0, -2), self.weights).unflatten(0, x.shape[:-1])
+        return _apply(x, self.weights)
 
     def parts(self) -> list[LinearPart]:
         """Each of the layers it was made of, over the same weights."""
@@ -112,8 +112,12 @@ class LinearPart(nn.Module):
         self.start, self.end = start, end
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = self.packed.weights.slice(self.start, self.end)
-        return linear(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])
+        return _apply(x, self.packed.weights.slice(self.start, self.end))
+
+
+def _apply(x: Tensor, weights: LinearWeights) -> Tensor:
+    applied: Tensor = linear(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])
+    return applied
 
 
 def _constant(tensor: Tensor) -> nn.Parameter:

@@ -29,11 +29,8 @@ class ModulationTable:
         # Of blocks: image and text; shift, scale and gate of the attention, then of the MLP.
         self.of_blocks = weight.new_zeros(num_slots, layers, 2, 6, width)
         self.of_output = weight.new_zeros(num_slots, 2, width)  # scale, then shift
+        self.num_slots = num_slots
         self._slots: OrderedDict[float, int] = OrderedDict()  # the latest last
-
-    @property
-    def num_slots(self) -> int:
-        return self.of_output.shape[0]
 
     def find(self, timesteps: Sequence[float]) -> list[int]:
         """The slot of each timestep, from 0 to 1; makes those that are not there."""
@@ -47,6 +44,10 @@ class ModulationTable:
         if missing:
             self._make(missing, len(set(timesteps)))
         return [self._slots[timestep] for timestep in timesteps]
+
+    def clear(self) -> None:
+        """Forget all timesteps."""
+        self._slots.clear()
 
     def _make(self, timesteps: list[float], num_wanted: int) -> None:
         slots = []
