@@ -13,9 +13,14 @@ EngineType = Literal["ar", "diffusion"]
 Mode = Literal["embedded", "process"]
 Policy = Literal["fcfs", "priority", "shortest"]
 DType = Literal["auto", "float32", "bfloat16"]
+Offload = Literal["none", "text_encoder", "transformer"]
+Quantization = Literal["none", "fp8"]
 T = TypeVar("T")
 
 DEMO = "demo"  # the one model that goes by a name, not by its path
+GPU = "settings for GPUs"  # headings of settings
+SUPERVISION = "supervision of stages, in process mode"
+TILE_MULTIPLE = 64  # pixels: a tile and three quarters of it are whole tokens
 MAX_SECONDS = 1e9  # of any time limit: more than anybody waits, and exact in a float
 
 
@@ -70,6 +75,22 @@ class DiTCacheConfig:
 
 
 @dataclass(frozen=True)
+class WarmupSize:
+    """Pictures of one size that are drawn together before the first request."""
+
+    width: int
+    height: int
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> WarmupSize:
+        """From "1024x1024", or "512x512x4" for four at once."""
+        if not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}(x[1-9]\d{0,2})?", text):
+            raise ConfigError("warmup_sizes", text, "width x height, or width x height x count")
+        return cls(*(int(part) for part in text.split("x")))
+
+
+@dataclass(frozen=True)
 class DiTConfig:
     """A diffusion engine core: its model, where it runs, and how it batches."""
 
@@ -89,11 +110,36 @@ class DiTConfig:
         32768, "most image and text tokens in one step, over all requests and guidance branches"
     )
     policy: Policy = setting("fcfs", "which request goes first")
+    saturating_num_tokens: int = setting(
+        4096, "tokens that keep the device busy; with shortest, longer requests wait beyond them"
+    )
     ageing_steps: int = setting(
-        200, "steps a request may be passed over before it goes ahead of every policy"
+        1000, "steps a request may be passed over before it goes ahead of every policy"
     )
     decode_batch_size: int = setting(4, "most pictures in one VAE decode")
+    vae_tile_size: int = setting(
+        0, "side in pixels of the tiles in which larger pictures are decoded; 0: in one piece", GPU
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "share of the GPU's memory for weights, requests and steps, as in vLLM", GPU
+    )
+    enforce_eager: bool = setting(
+        False, "compile nothing and use no CUDA graphs, as always on CPUs", GPU
+    )
+    max_cudagraph_capture_size: int = setting(
+        5120, "most tokens of a step that runs as a CUDA graph; 0: none does", GPU
+    )
+    quantization: Quantization = setting(
+        "none", "of the transformer's large layers; fp8 takes half the memory", GPU
+    )
+    cpu_offload: Offload = setting(
+        "none", "weights kept in host memory and fetched for each use; transformer is both", GPU
+    )
+    warmup_sizes: Sequence[str] = setting(
+        (), "what to draw before being ready, as 1024x1024 or, 4 at once, 512x512x4", GPU
+    )
     load_text_encoder: bool = setting(True, "encode prompts in the diffusion workers")
+    snapshot_steps: int = 0  # from one to the next; `OmniConfig.snapshot_every` in process mode
     cache_config: DiTCacheConfig = field(default_factory=DiTCacheConfig)
 
     def __post_init__(self) -> None:
@@ -109,11 +155,26 @@ class DiTConfig:
             "max_num_seqs",
             "max_num_resident",
             "max_num_batched_tokens",
+            "saturating_num_tokens",
             "ageing_steps",
             "decode_batch_size",
         ):
             check_whole(name, getattr(self, name), 1)
         check_is("load_text_encoder", self.load_text_encoder, bool)
+        check_is("enforce_eager", self.enforce_eager, bool)
+        check_whole("max_cudagraph_capture_size", self.max_cudagraph_capture_size, 0)
+        check_choice("quantization", self.quantization, get_args(Quantization))
+        check_choice("cpu_offload", self.cpu_offload, get_args(Offload))
+        check_share("gpu_memory_utilization", self.gpu_memory_utilization)
+        check_whole("vae_tile_size", self.vae_tile_size, 0)
+        if self.vae_tile_size % TILE_MULTIPLE:
+            allowed = f"0, or a multiple of {TILE_MULTIPLE}"
+            raise ConfigError("vae_tile_size", self.vae_tile_size, allowed)
+        sizes = check_each("warmup_sizes", self.warmup_sizes, str)
+        object.__setattr__(self, "warmup_sizes", sizes)
+        for size in sizes:
+            WarmupSize.parse(size)
+        check_whole("snapshot_steps", self.snapshot_steps, 0)
         check_is("cache_config", self.cache_config, DiTCacheConfig)
 
 
@@ -184,11 +245,29 @@ class OmniConfig:
     otlp_traces_endpoint: str = setting(
         "", "where vLLM sends OpenTelemetry spans of AR stages, empty: nowhere; in process mode"
     )
+    max_restarts: int = setting(
+        5, "how often a stage may die within restart_window before all is given up", SUPERVISION
+    )
+    restart_window: float = setting(600.0, "seconds over which deaths are counted", SUPERVISION)
+    hang_timeout: float = setting(
+        8.0, "seconds without a sign of life after which a stage is restarted", SUPERVISION
+    )
+    step_timeout: float = setting(
+        300.0, "seconds after which a stage is restarted though it computes", SUPERVISION
+    )
+    start_timeout: float = setting(600.0, "seconds that a stage may take to load", SUPERVISION)
+    snapshot_every: int = setting(
+        8, "steps after which latents are kept to go on from if a stage dies; 0: never", SUPERVISION
+    )
     vllm_config: Any = None
     stage_configs: Sequence[StageConfig] = ()
 
     def __post_init__(self) -> None:
         check_whole("prompt_cache_bytes", self.prompt_cache_bytes, 0)
+        check_whole("max_restarts", self.max_restarts, 0)
+        check_whole("snapshot_every", self.snapshot_every, 0)
+        for name in ("restart_window", "hang_timeout", "step_timeout", "start_timeout"):
+            check_seconds(name, getattr(self, name))
         check_choice("mode", self.mode, get_args(Mode))
         check_is("log_stats", self.log_stats, bool)
         check_is("otlp_traces_endpoint", self.otlp_traces_endpoint, str)
@@ -214,6 +293,13 @@ def check_whole(name: str, value: object, low: int) -> None:
     """Refuse what is no whole number from `low` on."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(name, value, f"a whole number, at least {low}")
+
+
+def check_share(name: str, value: object) -> None:
+    """Refuse what is no part of a whole."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 1:  # type: ignore[operator]
+        raise ConfigError(name, value, "a number above 0, at most 1")
 
 
 def check_seconds(name: str, value: object) -> None:

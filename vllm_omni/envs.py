@@ -31,11 +31,6 @@ def set_socket_folder(folder: str) -> None:
     os.environ["VLLM_RPC_BASE_PATH"] = folder
 
 
-def socket_folder() -> str | None:
-    """VLLM_RPC_BASE_PATH: where a server has its sockets; None where no server has set it."""
-    return os.environ.get("VLLM_RPC_BASE_PATH")
-
-
 def keep_sockets_local() -> None:
     """GLOO_SOCKET_IFNAME: torch's groups of processes listen for each other on this machine only.
 
@@ -55,6 +50,15 @@ def cache_dir() -> Path:
         return Path(value)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "vllm-omni"
+
+
+def keep_compiled_code() -> None:
+    """TORCHINDUCTOR_CACHE_DIR: what torch compiles is there for the next start, for us alone."""
+    folder = cache_dir() / "compiled"
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)  # code that is run: nobody else may write there
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def take_api_keys() -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_omni.config import DiTConfig
@@ -31,6 +31,8 @@ class DiffusionEngineCore:
         if executor is None:
             self.executor.wait_until_ready()
         self.model_time = 0.0  # seconds of the last step inside the model's networks
+        # Told the requests of each step before it is taken.
+        self.on_schedule: Callable[[Iterable[str]], None] | None = None
 
     def add_request(self, request: DiffusionRequest[Any]) -> None:
         """Queue a request; raises an `OmniRequestError` if it can never run."""
@@ -49,6 +51,8 @@ class DiffusionEngineCore:
             return {}, False
         start_time = time.monotonic()
         scheduler_output = self.scheduler.schedule()
+        if self.on_schedule is not None:
+            self.on_schedule(scheduler_output.num_scheduled_steps)
         model_output = self.executor.execute_model(scheduler_output)
         self.model_time = model_output.model_time
         news = self.scheduler.update_from_output(scheduler_output, model_output)
@@ -80,7 +84,11 @@ class DiffusionEngineCore:
             num_computed_steps=sum(
                 num_steps > 0 for num_steps in model_output.num_computed_steps.values()
             ),
+            num_cached_rows=model_output.num_cached_rows,
             num_skipped_rows=sum(model_output.num_skipped_rows.values()),
+            num_skipped_blocks=model_output.num_skipped_blocks,
+            cache_bytes=model_output.cache_bytes,
+            num_evictions=model_output.num_evictions,
             memory_bytes=model_output.memory_bytes,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -12,10 +13,18 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+import msgspec
+
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.messages import DiffusionModelRunnerOutput, DiffusionSchedulerOutput
 from vllm_omni.diffusion.worker import WorkerCall, WorkerReply, make_worker, run_worker
-from vllm_omni.errors import EngineDeadError, EngineError, ModelLoadError, StageExecutionError
+from vllm_omni.errors import (
+    EngineDeadError,
+    EngineError,
+    ModelLoadError,
+    StageExecutionError,
+    WorkerDeadError,
+)
 from vllm_omni.outputs import RequestError
 from vllm_omni.serial import MessageDecoder, encode
 
@@ -24,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 class DiffusionExecutor(ABC):
     """One contract for every way of running workers."""
+
+    # Whether somebody starts the whole engine again when a worker dies, and runs its requests
+    # again; otherwise those of that worker end with an error.
+    is_supervised = False
 
     @staticmethod
     def from_config(config: DiTConfig) -> DiffusionExecutor:
@@ -44,6 +57,10 @@ class DiffusionExecutor(ABC):
     @abstractmethod
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker."""
+
+    @abstractmethod
+    def check_workers(self) -> None:
+        """Raise `WorkerDeadError` if a worker process has ended; from any thread."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -67,6 +84,9 @@ class UniProcDiffusionExecutor(DiffusionExecutor):
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         return [self.worker.call(method, args)]
 
+    def check_workers(self) -> None:
+        return  # it is this process
+
     def shutdown(self) -> None:
         self.worker.pipeline_manager.unload()
 
@@ -79,6 +99,7 @@ class WorkerHandle:
     process: SpawnProcess
     connection: Connection
     request_tokens: dict[str, int] = field(default_factory=dict)  # what it works on
+    num_decoding: int = 0  # of these, those whose results come with a later step
 
     def send(self, call: WorkerCall[Any]) -> None:
         """Send a call; a dead worker is found out when its reply is awaited."""
@@ -94,10 +115,11 @@ class WorkerHandle:
                 return _reply_decoder.decode(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             logger.warning("diffusion worker %d closed its pipe", self.rank)
+        except msgspec.DecodeError as error:
+            logger.error("diffusion worker %d: a reply cannot be read: %s", self.rank, error)
+            self.process.kill()  # nobody knows what it thinks it was told
         self.process.join(timeout=5)
-        raise EngineDeadError(
-            f"diffusion worker {self.rank} ended with exit code {self.process.exitcode}"
-        )
+        raise WorkerDeadError(self.rank, self.process.exitcode)
 
 
 _reply_decoder = MessageDecoder(WorkerReply)
@@ -112,11 +134,13 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
     def __init__(self, config: DiTConfig) -> None:
         context = multiprocessing.get_context("spawn")
         self.workers: list[WorkerHandle] = []
+        # The kernel takes the end of the thread that starts a process for that of its parent.
+        is_main_thread = threading.current_thread() is threading.main_thread()
         for rank in range(config.worker_processes):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=run_worker,
-                args=(theirs, config, rank, config.worker_processes),
+                args=(theirs, config, rank, config.worker_processes, is_main_thread),
                 daemon=True,
             )
             process.start()
@@ -147,8 +171,13 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
         )
         for worker, reply in replies.items():
             if isinstance(reply, EngineDeadError):
+                if self.is_supervised:
+                    raise reply
                 self._bury(worker, reply, output)
             elif reply.model_output is not None:
+                worker.num_decoding = reply.model_output.num_decoding
+                for request_id in reply.model_output.deferred_req_ids:
+                    del worker.request_tokens[request_id]  # any worker may have room for it first
                 output.merge(reply.model_output)
             else:
                 failure = StageExecutionError(f"worker {worker.rank}: {reply.error}")
@@ -165,6 +194,13 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
                 raise EngineError(f"{method} failed in worker {worker.rank}: {reply.error}")
             results.append(reply.result)
         return results
+
+    def check_workers(self) -> None:
+        ended = set(wait([worker.process.sentinel for worker in self.workers], timeout=0))
+        for worker in self.workers:
+            if worker.process.sentinel in ended and self._finalizer.alive:
+                worker.process.join(timeout=1)
+                raise WorkerDeadError(worker.rank, worker.process.exitcode)
 
     def shutdown(self) -> None:
         self._finalizer()
@@ -193,7 +229,7 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
         return {
             worker: part
             for worker, part in parts.items()
-            if part.num_scheduled_steps or part.finished_req_ids
+            if part.num_scheduled_steps or part.finished_req_ids or worker.num_decoding
         }
 
     def _owner(self, request_id: str) -> WorkerHandle | None:

@@ -14,9 +14,16 @@ from vllm_omni.config import DiTConfig
 from vllm_omni.errors import EngineError, ModelLoadError
 from vllm_omni.models.progress import progress_bars_off
 from vllm_omni.models.registry import get_model_spec, load_class, read_json
+from vllm_omni.models.weights import check_tensors
 
 logger = logging.getLogger(__name__)
 
+_OFFLOADED: dict[str, tuple[str, ...]] = {  # by `cpu_offload`
+    "none": (),
+    "text_encoder": ("text_encoder",),
+    "transformer": ("transformer", "text_encoder"),
+}
+_MAX_CAUSE = 500  # characters of what a library says
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -34,6 +41,7 @@ class PipelineManager:
             for name in self.spec.components
             if name != "text_encoder" or config.load_text_encoder
         ]
+        self._offloaded = _OFFLOADED[config.cpu_offload]
         self._components: dict[str, Any] = {}
 
     @property
@@ -61,6 +69,10 @@ class PipelineManager:
     def unload(self) -> None:
         """Give all weights back."""
         self._components.clear()
+        self.empty_cache()
+
+    def empty_cache(self) -> None:
+        """Give memory that nobody uses any more back to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -70,14 +82,19 @@ class PipelineManager:
             raise ValueError(f"level={level} is not allowed: 1 or 2")
         if level == 2:
             self.unload()
-        for component in self._components.values():
+        for component in self._on_device():
             component.to("cpu")
+        self.empty_cache()
 
     def wake(self) -> None:
         """Be ready again after `sleep`."""
         self.load()
-        for component in self._components.values():
+        for component in self._on_device():
             component.to(self.device)
+
+    def _on_device(self) -> list[Any]:
+        """The components whose weights stay on the device between uses."""
+        return [c for name, c in self._components.items() if name not in self._offloaded]
 
     def encode_text(self, token_ids: Sequence[int], num_prefix_tokens: int) -> Tensor:
         """The hidden states [tokens - prefix, hidden] that condition the transformer."""
@@ -92,15 +109,70 @@ class PipelineManager:
 
     def _load_component(self, name: str) -> Any:
         component_class = load_class(self.spec.components[name])
-        try:
-            with progress_bars_off():
-                component = component_class.from_pretrained(
-                    self.model / name, dtype=self.dtype, use_safetensors=True
-                )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise ModelLoadError(f"cannot load {name} from {self.model}: {error}") from error
+        is_offloaded = name in self._offloaded
+        # The module is made without weights, and each weight goes from the file to its device: at
+        # no time is there a second copy of them in host memory.
+        device = torch.device("cpu") if is_offloaded else self.device
+        component = load_whole(component_class, self.model / name, self.dtype, device)
         logger.debug("loaded %s", name)
-        return component.requires_grad_(False).eval().to(self.device)
+        component = component.requires_grad_(False).eval()
+        if is_offloaded:
+            keep_on_host(component, self.device)
+        return component
+
+
+def load_whole(component_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """A component with all of its weights; both libraries would draw those that are missing."""
+    try:
+        if hasattr(component_class, "load_config"):  # one of diffusers
+            check_tensors(folder, _get_shapes(component_class, folder))
+            options = {}
+        else:  # transformers renames tensors as it reads them: only the outcome can be looked at
+            options = {"ignore_mismatched_sizes": True}
+        with progress_bars_off():
+            component, outcome = component_class.from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                device_map={"": device},
+                output_loading_info=True,
+                **options,
+            )
+    except ModelLoadError:
+        raise
+    except Exception as error:  # of whatever kind: diffusers, transformers and safetensors differ
+        cause = " ".join(str(error).split())[:_MAX_CAUSE]
+        raise ModelLoadError(f"cannot load {folder}: {cause}") from error
+    for problem in ("missing", "mismatched"):
+        if names := sorted(map(str, outcome[f"{problem}_keys"])):
+            raise ModelLoadError(f"{folder} is broken: the tensor {names[0]} is {problem}")
+    return component
+
+
+def _get_shapes(component_class: Any, folder: Path) -> dict[str, torch.Size]:
+    """Of the tensors that a component of diffusers is made of."""
+    from accelerate import init_empty_weights  # takes long, and few need it
+
+    with init_empty_weights():
+        skeleton = component_class.from_config(component_class.load_config(folder))
+    return {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+
+
+def keep_on_host(module: torch.nn.Module, device: torch.device) -> None:
+    """Leave a module's weights in host memory; each layer fetches its own when it is called.
+
+    By layers, not by blocks: a packed forward calls the layers and never the blocks around them.
+    On a GPU the host's copies are pinned, and dropping a fetched one copies nothing.
+    """
+    from diffusers.hooks import apply_group_offloading  # takes long, and few need it
+
+    apply_group_offloading(
+        module,
+        onload_device=device,
+        offload_device=torch.device("cpu"),
+        offload_type="leaf_level",
+        use_stream=device.type == "cuda",
+    )
 
 
 def select_device(device: str, rank: int = 0) -> torch.device:

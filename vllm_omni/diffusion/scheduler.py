@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.messages import (
@@ -25,9 +25,6 @@ from vllm_omni.diffusion.messages import (
 )
 from vllm_omni.errors import DeadlineExceededError, InvalidParameterError, OmniRequestError
 from vllm_omni.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class RequestStatus(Enum):
@@ -75,6 +72,9 @@ class DiffusionScheduler:
         self.requests: dict[str, ScheduledRequest] = {}  # in order of arrival
         self._finished_req_ids: list[str] = []  # workers are yet to be told
         self._pending_outputs: list[tuple[int, EngineCoreOutput]] = []  # ended between steps
+        # What the workers' memory holds in a step; they split larger ones, in which nobody gains.
+        self._max_num_tokens = config.max_num_batched_tokens
+        self._waits_for_room = False  # no memory for a new request, until one ends
 
     # --- requests come and go ---
 
@@ -91,12 +91,14 @@ class DiffusionScheduler:
                 f"picture, or raise that setting"
             )
         arrival_time = self.clock() if request.arrival_time is None else request.arrival_time
+        snapshot = request.snapshot
         self.requests[request.request_id] = ScheduledRequest(
             request=request,
             num_tokens=num_tokens,
             num_rows=request.custom_inputs.num_rows,
             num_steps=request.custom_inputs.num_steps,
             arrival_time=arrival_time,
+            num_computed_steps=0 if snapshot is None else snapshot.num_computed_steps,
         )
 
     def finish_requests(
@@ -132,32 +134,43 @@ class DiffusionScheduler:
         )
         self._finished_req_ids = []
 
-        budget = self.config.max_num_batched_tokens
+        num_tokens = 0
+        num_picked_tokens = 0  # of those that the policy picked: the overdue come on top
         candidates = [r for r in self.requests.values() if r.status is not RequestStatus.DECODING]
         num_resident, _ = self.get_request_counts()
+        max_num_resident = self.config.max_num_resident
+        if self._waits_for_room and num_resident:
+            max_num_resident = num_resident
         # The first of the order fits, so it steps; whoever does not fit behind it is passed over,
         # which holds up nobody, until it is old enough to be first itself. (Only a new first may
         # have to wait, for one of those that hold latents to end.)
         for request in sorted(candidates, key=self._order):
             is_new = request.status is RequestStatus.WAITING
+            is_overdue = self._is_overdue(request)
             if (
                 len(output.num_scheduled_steps) == self.config.max_num_seqs
-                or request.num_tokens > budget
-                or (is_new and num_resident == self.config.max_num_resident)
+                or (num_tokens and num_tokens + request.num_tokens > self._max_num_tokens)
+                or (is_new and num_resident >= max_num_resident)
+                or (not is_overdue and self._would_slow(request, num_picked_tokens))
             ):
                 request.num_passed_over += 1
                 continue
-            budget -= request.num_tokens
+            num_tokens += request.num_tokens
+            num_picked_tokens += 0 if is_overdue else request.num_tokens
             if is_new:
                 num_resident += 1
                 request.status = RequestStatus.RUNNING
                 request.start_time = self.clock()
                 output.scheduled_new_reqs.append(
-                    NewRequestData(request.request_id, request.request.custom_inputs)
+                    NewRequestData(
+                        request.request_id,
+                        request.request.custom_inputs,
+                        request.request.snapshot,
+                    )
                 )
             output.num_scheduled_steps[request.request_id] = 1
             output.total_num_scheduled_rows += request.num_rows
-        output.total_num_scheduled_tokens = self.config.max_num_batched_tokens - budget
+        output.total_num_scheduled_tokens = num_tokens
         return output
 
     def update_from_output(
@@ -167,6 +180,7 @@ class DiffusionScheduler:
     ) -> dict[int, EngineCoreOutputs]:
         """Take in what a step did; the answer is the news for each client."""
         news: defaultdict[int, EngineCoreOutputs] = defaultdict(EngineCoreOutputs)
+        self._heed_memory(model_output)
         for request_id, error in model_output.errors.items():
             self.finish_requests([request_id], FinishReason.ERROR, error)
         for client_index, output in self._pending_outputs:
@@ -181,14 +195,24 @@ class DiffusionScheduler:
             if num_computed_steps >= request.num_steps:
                 request.status = RequestStatus.DECODING
             if request_id not in model_output.results:
-                preview = model_output.previews.get(request_id)
-                news[request.request.client_index].outputs.append(_progress(request, preview))
+                news[request.request.client_index].outputs.append(_progress(request, model_output))
 
         for request_id, result in model_output.results.items():
             if (request := self.requests.get(request_id)) is not None:
                 self._forget(request_id)
                 news[request.request.client_index].outputs.append(_final(request, result))
         return dict(news)
+
+    def _heed_memory(self, model_output: DiffusionModelRunnerOutput) -> None:
+        if model_output.max_num_tokens is not None:
+            self._max_num_tokens = min(
+                self.config.max_num_batched_tokens, model_output.max_num_tokens
+            )
+        for request_id in model_output.deferred_req_ids:
+            if (request := self.requests.get(request_id)) is not None:
+                request.status = RequestStatus.WAITING
+                request.start_time = None
+                self._waits_for_room = True
 
     # --- order ---
 
@@ -197,12 +221,24 @@ class DiffusionScheduler:
 
         Who was passed over for too long goes before the policy's pick.
         """
-        is_overdue = request.num_passed_over >= self.config.ageing_steps
-        if self.config.policy == "fcfs" or is_overdue:
+        if self.config.policy == "fcfs" or self._is_overdue(request):
             return (0, 0)
         if self.config.policy == "priority":
             return (1, request.request.priority)
         return (1, request.remaining_work)
+
+    def _is_overdue(self, request: ScheduledRequest) -> bool:
+        return request.num_passed_over >= self.config.ageing_steps
+
+    def _would_slow(self, request: ScheduledRequest, num_picked_tokens: int) -> bool:
+        """Whether shorter requests would wait for this one in a step that is full enough.
+
+        Tokens that a busy device gets on top take as long as they would in a step of their own, so
+        whoever is behind loses nothing by waiting, and those before it are done sooner.
+        """
+        if self.config.policy != "shortest" or num_picked_tokens == 0:
+            return False
+        return num_picked_tokens + request.num_tokens > self.config.saturating_num_tokens
 
     def _expire_requests(self) -> None:
         now = self.clock()
@@ -221,13 +257,20 @@ class DiffusionScheduler:
         request = self.requests.pop(request_id)
         if request.status is not RequestStatus.WAITING:
             self._finished_req_ids.append(request_id)
+            self._waits_for_room = False
         return request.request.client_index
 
 
-def _progress(request: ScheduledRequest, preview: Tensor | None) -> EngineCoreOutput:
+def _progress(
+    request: ScheduledRequest, model_output: DiffusionModelRunnerOutput
+) -> EngineCoreOutput:
+    tensors = {
+        "preview": model_output.previews.get(request.request_id),
+        "snapshot": model_output.snapshots.get(request.request_id),
+    }
     return EngineCoreOutput(
         request_id=request.request_id,
-        additional_outputs={} if preview is None else {"preview": preview},
+        additional_outputs={name: t for name, t in tensors.items() if t is not None},
         output_metadata=_metadata(request),
     )
 

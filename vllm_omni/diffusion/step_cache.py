@@ -46,9 +46,10 @@ class StepCacheStrategy(ABC):
     num_tails = 1  # earlier residuals to keep
 
     def __init__(self, params: StepCacheParams) -> None:
+        assert params.threshold is not None and params.warmup_steps is not None
         self.params = params
-        assert params.threshold is not None
         self.threshold = params.threshold
+        self.warmup_steps = params.warmup_steps
 
     @abstractmethod
     def accumulate(self, sum_before: float, distance: float) -> float:
@@ -99,12 +100,14 @@ class TaylorStrategy(FirstBlockStrategy):
 
     def __init__(self, params: StepCacheParams) -> None:
         super().__init__(params)
+        assert params.extrapolation is not None
+        self.extrapolation = params.extrapolation
         self.num_tails = params.order + 1
 
     def predict(self, tails: Sequence[Tensor], sigmas: Sequence[float], sigma: float) -> Tensor:
         # Newton's form: f(s) = f0 + [f0 f1](s - s0) + [f0 f1 f2](s - s0)(s - s1).
         divided = list(tails)
-        result, product = tails[0], 1.0
+        result, product = tails[0], self.extrapolation
         for order in range(1, len(tails)):
             divided = [
                 (near - far) / (sigmas[index] - sigmas[index + order])
@@ -169,7 +172,7 @@ class RowCache:
     def may_skip(self) -> bool:
         """Whether this step can leave out the tail, if it is near enough."""
         params = self.strategy.params
-        is_warm = self.num_steps >= params.warmup_steps
+        is_warm = self.num_steps >= self.strategy.warmup_steps
         is_capped = params.max_skips is not None and self.num_skipped_in_a_row >= params.max_skips
         return is_warm and not is_capped and self.strategy.threshold > 0
 
@@ -327,5 +330,5 @@ def make_row_caches(
     """A cache for each guidance branch of a request that asks for one of ours."""
     if not isinstance(params, StepCacheParams):
         return []
-    strategy = STRATEGIES[params.method](params)
+    strategy = STRATEGIES[params.method](params.with_defaults())
     return [RowCache(request_id, branch, strategy, manager) for branch in range(num_branches)]

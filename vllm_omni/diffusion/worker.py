@@ -15,8 +15,8 @@ import psutil
 import setproctitle
 import torch
 
-from vllm_omni import logs
-from vllm_omni.config import DiTConfig
+from vllm_omni import envs, logs
+from vllm_omni.config import DiTConfig, WarmupSize
 from vllm_omni.diffusion.cache_manager import DiTCacheManager
 from vllm_omni.diffusion.messages import (
     DiffusionModelRunnerOutput,
@@ -25,10 +25,12 @@ from vllm_omni.diffusion.messages import (
 )
 from vllm_omni.diffusion.model_runner import DiffusionModelRunner
 from vllm_omni.diffusion.pipeline_manager import PipelineManager
+from vllm_omni.diffusion.warmup import DummyRequests
 from vllm_omni.errors import EngineError
 from vllm_omni.importing import fast_imports
 from vllm_omni.models.interface import RunnerAdapter
 from vllm_omni.models.registry import get_model_spec, load_class
+from vllm_omni.processes import end_with_parent, show_stacks_when_asked
 from vllm_omni.serial import MessageDecoder, encode
 
 logger = logging.getLogger(__name__)
@@ -50,12 +52,23 @@ class DiffusionWorker:
         self._memory_due = 0.0  # time.monotonic() of the next look at the memory
 
     def load_model(self) -> None:
+        """Load the weights, warm up, and find out what fits beside them."""
+        if self.pipeline_manager.device.type == "cuda" and not self.config.enforce_eager:
+            envs.keep_compiled_code()
         self.pipeline_manager.load()
         adapter_class = load_class(self.pipeline_manager.spec.adapter)
         self.adapter: RunnerAdapter[Any] = adapter_class(
             self.pipeline_manager, self.cache_manager, self.config
         )
-        self.model_runner = DiffusionModelRunner(self.adapter, self.cache_manager)
+        self.model_runner = DiffusionModelRunner(
+            self.adapter, self.cache_manager, self.config.snapshot_steps
+        )
+        dummies = DummyRequests(self.adapter, self.cache_manager, self.config)
+        dummies.warm_up(WarmupSize.parse(size) for size in self.config.warmup_sizes)
+        if self.pipeline_manager.device.type == "cuda":
+            limits = dummies.measure_limits()
+            self.model_runner.max_num_tokens = limits.max_num_tokens
+            self.adapter.limit_decode(limits.max_decode_latents)
 
     def get_pipeline_manager(self) -> PipelineManager:
         return self.pipeline_manager
@@ -63,7 +76,14 @@ class DiffusionWorker:
     def execute_model(
         self, scheduler_output: DiffusionSchedulerOutput[Any]
     ) -> DiffusionModelRunnerOutput:
+        evictions = self.cache_manager.get_evictions()
         output = self.model_runner.execute_model(scheduler_output)
+        output.cache_bytes = {self.rank: self.cache_manager.get_bytes()}
+        output.num_evictions = {
+            kind: num - evictions[kind]
+            for kind, num in self.cache_manager.get_evictions().items()
+            if num > evictions[kind]
+        }
         if (now := time.monotonic()) >= self._memory_due:
             self._memory_due = now + _MEMORY_PERIOD
             output.memory_bytes = {self.rank: self._read_memory()}
@@ -83,6 +103,7 @@ class DiffusionWorker:
         return getattr(self, method)(*args)
 
     def sleep(self, level: int = 1) -> None:
+        self.adapter.sleep()
         self.pipeline_manager.sleep(level)
 
     def wake(self) -> None:
@@ -122,8 +143,17 @@ class WorkerReply(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
-def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers: int) -> None:
+def run_worker(
+    connection: Connection,
+    config: DiTConfig,
+    rank: int,
+    num_workers: int,
+    is_child_of_main_thread: bool = False,
+) -> None:
     """The main function of a worker process. Ends when the executor's end of the pipe closes."""
+    if is_child_of_main_thread:
+        end_with_parent()
+    show_stacks_when_asked()
     setproctitle.setproctitle(f"vllm-omni diffusion:{config.stage_id} worker {rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     logs.configure_child()
@@ -145,6 +175,10 @@ def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers
             call = call_decoder.decode(connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             os._exit(0)  # at once: nothing is left to save, and taking torch apart lasts a while
+        except msgspec.DecodeError as error:
+            logger.error("worker %d: a call cannot be read: %s", rank, error)
+            connection.send_bytes(encode(WorkerReply(error=f"the call cannot be read: {error}")))
+            continue
         try:
             if call.scheduler_output is not None:
                 reply = WorkerReply(model_output=worker.execute_model(call.scheduler_output))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from diffusers import AutoencoderKLQwenImage
+from diffusers import QwenImageTransformer2DModel
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
@@ -17,14 +17,16 @@ from vllm_omni.cache_dit_params import CacheDiTParams
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.block_manager import DiffusionBlockManager
 from vllm_omni.diffusion.cache_manager import DiTCacheManager
-from vllm_omni.diffusion.decode_manager import ParallelDecodeManager
+from vllm_omni.diffusion.decode_manager import ParallelDecodeManager, PendingPicture
 from vllm_omni.diffusion.external_cache import ExternalCache, make_external_cache
 from vllm_omni.diffusion.messages import RequestResult
 from vllm_omni.diffusion.pipeline_manager import PipelineManager
 from vllm_omni.diffusion.sampling import estimate_final, euler_step
 from vllm_omni.diffusion.step_cache import PackedStepCache, RowCache, make_row_caches
 from vllm_omni.errors import InvalidParameterError
+from vllm_omni.models.qwen_image.fast_transformer import FastTransformer
 from vllm_omni.models.qwen_image.inputs import TASK_TEXT_ENCODING, QwenImageCustomInputs
+from vllm_omni.models.qwen_image.pending_image import PendingImage
 from vllm_omni.models.qwen_image.transformer import (
     PackPlan,
     RowShape,
@@ -33,11 +35,14 @@ from vllm_omni.models.qwen_image.transformer import (
     make_single_row_module,
     packed_forward,
     project_text,
+    select_plan,
     single_row_forward,
 )
-from vllm_omni.models.qwen_image.vae import decode_images, keep_first_frame_only
+from vllm_omni.models.qwen_image.vae import PictureDecoder
+from vllm_omni.models.qwen_image.weights import quantize_weights
 
 _MAX_PLANS = 32
+_DUMMY_TEXT_TOKENS = 64
 
 
 @dataclass(eq=False)
@@ -50,6 +55,7 @@ class QwenImageState:
     sigmas: list[float]  # [steps + 1], float32 values
     row_caches: list[RowCache] = field(default_factory=list)  # of each branch, if it has any
     external_cache: ExternalCache | None = None  # if it has one, its rows run by themselves
+    num_blocks: int = 0  # of the transformer
     num_computed_steps: int = 0
     row: int = -1
 
@@ -62,8 +68,26 @@ class QwenImageState:
         return self.inputs.preview_every
 
     @property
+    def num_tokens(self) -> int:
+        return self.inputs.num_tokens
+
+    @property
     def is_guided(self) -> bool:
         return len(self.branches) == 2
+
+    @property
+    def is_resumable(self) -> bool:
+        return not self.row_caches and self.external_cache is None
+
+    @property
+    def num_cached_rows(self) -> int:
+        has_cache = bool(self.row_caches) or self.external_cache is not None
+        return len(self.branches) if has_cache else 0
+
+    @property
+    def num_skipped_blocks(self) -> int:
+        of_rows = sum(cache.num_skipped for cache in self.row_caches) * (self.num_blocks - 1)
+        return of_rows + (self.external_cache.num_skipped_blocks if self.external_cache else 0)
 
     @property
     def num_skipped_rows(self) -> int:
@@ -112,7 +136,7 @@ class PackedBatch:
     states: list[QwenImageState]  # guided ones first
     rows: list[Row]  # the conditional one of every state, then the others
     packed: PackedRows | None  # all rows but those that run by themselves
-    row_states: Tensor  # [rows] index into states of each row
+    row_states: Tensor  # [rows] index into states of each row, on the host
     token_states: Tensor  # [tokens of states] index into states of each token
     guidance_scale: Tensor  # [tokens of guided states, 1]
 
@@ -129,12 +153,48 @@ class QwenImageRunnerAdapter:
     ) -> None:
         self.pipeline = pipeline
         self.cache_manager = cache_manager
+        self.config = config
         self.block_manager = DiffusionBlockManager(pipeline.scheduler_config)
-        self.decode_manager = ParallelDecodeManager(self._decode_vae, config.decode_batch_size)
+        self.decode_manager = ParallelDecodeManager(
+            self._decode_vae, config.decode_batch_size, pipeline.device
+        )
         self.model_time = 0.0
-        self._vae: AutoencoderKLQwenImage | None = None
+        self._decoder: PictureDecoder | None = None
         self._plans: OrderedDict[tuple[RowShape, ...], PackPlan] = OrderedDict()
         self._batch: PackedBatch | None = None
+        self._transformer: QwenImageTransformer2DModel | None = None
+        self._fast: FastTransformer | None = None  # where steps are compiled
+
+    @property
+    def transformer(self) -> QwenImageTransformer2DModel:
+        """The pipeline's, with its weights as this adapter wants them."""
+        if self.pipeline.transformer is not self._transformer:  # newly loaded
+            self._transformer = self.pipeline.transformer
+            self._plans.clear()
+            if self.config.quantization == "fp8":
+                quantize_weights(self._transformer)
+            self._fast = self._make_fast() if self._is_compiled else None
+        return self._transformer
+
+    @property
+    def _is_compiled(self) -> bool:
+        # Offloaded weights come to the device when a layer is called, and compiled code calls none.
+        is_offloaded = self.config.cpu_offload == "transformer"
+        return self.pipeline.device.type == "cuda" and not (
+            self.config.enforce_eager or is_offloaded
+        )
+
+    def _make_fast(self) -> FastTransformer:
+        return FastTransformer(
+            self.pipeline.transformer,
+            max_rows=2 * self.config.max_num_seqs,
+            max_graph_tokens=self.config.max_cudagraph_capture_size,
+        )
+
+    def sleep(self) -> None:
+        """Keep nothing on the device that can be made again: weights are about to leave it."""
+        self._transformer = self._fast = self._batch = None
+        self._plans.clear()
 
     @torch.no_grad()
     def generate(self, custom_inputs: QwenImageCustomInputs) -> RequestResult:
@@ -162,19 +222,23 @@ class QwenImageRunnerAdapter:
             embeds.append(self._encode(inputs, inputs.negative_prompt_token_ids, negative))
         branches = [
             self.cache_manager.cache_tensor(
-                request_id, f"text.{index}", project_text(self.pipeline.transformer, branch)
+                request_id, f"text.{index}", project_text(self.transformer, branch)
             )
             for index, branch in enumerate(embeds)
         ]
+        sigmas = self.block_manager.get_sigmas(
+            inputs.num_inference_steps, inputs.num_image_tokens, inputs.sigmas
+        )
+        if self._fast is not None:
+            self._fast.prepare(self._timesteps(sigmas[:-1]))
         return QwenImageState(
             inputs=inputs,
             latents=self.cache_manager.cache_latents(request_id, self._initial_latents(inputs)),
             branches=branches,
-            sigmas=self.block_manager.get_sigmas(
-                inputs.num_inference_steps, inputs.num_image_tokens, inputs.sigmas
-            ).tolist(),
+            sigmas=sigmas.tolist(),
             row_caches=make_row_caches(request_id, inputs.cache, len(branches), self.cache_manager),
             external_cache=self._external_cache(request_id, inputs),
+            num_blocks=len(self.transformer.transformer_blocks),
         )
 
     def _external_cache(
@@ -185,7 +249,7 @@ class QwenImageRunnerAdapter:
         return make_external_cache(
             request_id,
             inputs.cache,
-            make_single_row_module(self.pipeline.transformer),
+            make_single_row_module(self.transformer),
             is_guided=inputs.do_true_cfg,
             num_steps=inputs.num_steps,
             manager=self.cache_manager,
@@ -230,18 +294,15 @@ class QwenImageRunnerAdapter:
 
     def step(self, states: Sequence[QwenImageState]) -> list[Tensor]:
         batch = self._pack(states)
-        device, dtype = self.pipeline.device, self.pipeline.dtype
+        dtype = self.pipeline.dtype
         latents = torch.cat([state.latents for state in batch.states])  # [tokens, channels]
-        sigma, sigma_next = (
-            torch.tensor([[s.sigmas[s.num_computed_steps + ahead]] for s in batch.states]).to(
-                device
-            )
-            for ahead in (0, 1)
-        )  # [states, 1]
+        levels = torch.tensor(
+            [s.sigmas[s.num_computed_steps : s.num_computed_steps + 2] for s in batch.states]
+        )  # [states, 2] on the host
+        sigma, sigma_next = levels.to(self.pipeline.device).split(1, dim=1)  # [states, 1]
 
         # Rows: the conditional branch of every request, then the guided ones' unconditional one.
-        num_train = self.block_manager.num_train_timesteps
-        timesteps = (sigma.squeeze(1) * num_train).to(dtype) / num_train
+        timesteps = self._timesteps(levels[:, 0])
         model_input = torch.cat((latents, latents[: batch.num_guided_tokens])).to(dtype)
         with self._timed():
             velocity = self._predict(batch, model_input, timesteps[batch.row_states])
@@ -259,6 +320,19 @@ class QwenImageRunnerAdapter:
             )
         )
         return [by_state[state] for state in states]
+
+    def warm_up_step(self, states: Sequence[QwenImageState]) -> list[Tensor]:
+        """`step`, after everything is compiled and captured that steps like this one need."""
+        packed = self._pack(states).packed
+        if self._fast is not None and packed is not None:
+            self._fast.compile()
+            self._fast.capture(packed.plan)
+        return self.step(states)
+
+    def _timesteps(self, sigmas: Tensor) -> Tensor:
+        """What the transformer is told, from 0 to 1, rounded as in the stock pipeline."""
+        num_train = self.block_manager.num_train_timesteps
+        return (sigmas * num_train).to(self.pipeline.dtype) / num_train
 
     def _predict(self, batch: PackedBatch, model_input: Tensor, timesteps: Tensor) -> Tensor:
         """Velocity [tokens of all rows, channels], given the latents and timesteps of all rows."""
@@ -278,19 +352,17 @@ class QwenImageRunnerAdapter:
         for state in batch.states:
             if state.external_cache is not None:
                 rows = [row for row, (owner, _) in enumerate(batch.rows) if owner is state]
-                alone = state.predict_alone(inputs[rows[0]], timesteps[rows[0]])
+                timestep = timesteps[rows[0]].to(self.pipeline.device)
+                alone = state.predict_alone(inputs[rows[0]], timestep)
                 velocities.update(zip(rows, alone, strict=True))
         return torch.cat([velocities[row] for row in range(len(batch.rows))])
 
     def _predict_packed(self, packed: PackedRows, latents: Tensor, timesteps: Tensor) -> Tensor:
-        return packed_forward(
-            self.pipeline.transformer,
-            packed.plan,
-            latents,
-            packed.text,
-            timesteps,
-            self._step_cache(packed),
-        )
+        transformer, step_cache = self.transformer, self._step_cache(packed)
+        if self._fast is not None:
+            return self._fast.forward(packed.plan, latents, packed.text, timesteps, step_cache)
+        on_device = timesteps.to(self.pipeline.device)
+        return packed_forward(transformer, packed.plan, latents, packed.text, on_device, step_cache)
 
     def _step_cache(self, packed: PackedRows) -> StepCachePlan | None:
         if not any(state.row_caches for state, _ in packed.rows):
@@ -303,9 +375,7 @@ class QwenImageRunnerAdapter:
             packed.plan.image_lens,
             [state.sigmas[state.num_computed_steps] for state, _ in packed.rows],
         )
-        return StepCachePlan(
-            cache, lambda rows: self._plan(_shapes_of([packed.rows[row] for row in rows]))
-        )
+        return StepCachePlan(cache, lambda rows: self._plan_subset(packed, rows))
 
     def _pack(self, states: Sequence[QwenImageState]) -> PackedBatch:
         ordered = sorted(states, key=lambda state: not state.is_guided)  # stable: guided first
@@ -322,7 +392,7 @@ class QwenImageRunnerAdapter:
             states=ordered,
             rows=rows,
             packed=self._pack_rows(rows),
-            row_states=torch.tensor([*range(len(ordered)), *range(len(guided))]).to(device),
+            row_states=torch.tensor([*range(len(ordered)), *range(len(guided))]),
             token_states=token_states.to(device),
             guidance_scale=guidance_scale.unsqueeze(1).to(device),
         )
@@ -341,8 +411,16 @@ class QwenImageRunnerAdapter:
         )
 
     def _plan(self, rows: tuple[RowShape, ...]) -> PackPlan:
+        transformer, device = self.transformer, self.pipeline.device
+        return self._find_plan(rows, lambda: make_plan(transformer, rows, device))
+
+    def _plan_subset(self, packed: PackedRows, rows: Sequence[int]) -> PackPlan:
+        shapes = _shapes_of([packed.rows[row] for row in rows])
+        return self._find_plan(shapes, lambda: select_plan(packed.plan, rows))
+
+    def _find_plan(self, rows: tuple[RowShape, ...], make: Callable[[], PackPlan]) -> PackPlan:
         if (plan := self._plans.get(rows)) is None:
-            plan = self._plans[rows] = make_plan(self.pipeline.transformer, rows)
+            plan = self._plans[rows] = make()
             if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(rows)
@@ -365,29 +443,48 @@ class QwenImageRunnerAdapter:
         return self.decode_manager.batch_decode_previews(estimates)
 
     def decode(self, states: Sequence[QwenImageState]) -> list[RequestResult]:
+        return [image.wait() for image in self.start_decode(states)]
+
+    def start_decode(self, states: Sequence[QwenImageState]) -> list[PendingImage]:
         with_pixels = [
             state
             for state in states
             if state.inputs.task != TASK_TEXT_ENCODING and state.inputs.output_mode.has_pixels
         ]
-        images = self.decode_manager.batch_decode_latents(
+        pictures = self.decode_manager.start_decode(
             [unpack_latents(state.latents, *state.inputs.grid) for state in with_pixels]
         )
-        image_of = dict(zip(with_pixels, images, strict=True))
-        return [self._result(state, image_of.get(state)) for state in states]
+        picture_of = dict(zip(with_pixels, pictures, strict=True))
+        return [self._pending_image(state, picture_of.get(state)) for state in states]
 
-    def _result(self, state: QwenImageState, image: Tensor | None) -> RequestResult:
+    def warm_up_decode(self, states: Sequence[QwenImageState]) -> None:
+        """Compile what decodes of these requests need, together and alone."""
+        latents = [unpack_latents(state.latents, *state.inputs.grid) for state in states]
+        for batch in (latents[: self.decode_manager.max_batch], latents[:1]):
+            self._get_decoder().warm_up(torch.stack(batch))
+
+    def _pending_image(self, state: QwenImageState, picture: PendingPicture | None) -> PendingImage:
         # The buffer behind `state.latents` is given back with the request: copy what leaves.
-        latents = state.latents.to("cpu", copy=True)
-        if image is None:
-            return RequestResult(latents)
-        additional: dict[str, Tensor] = {}
-        if state.inputs.output_mode.has_latents:
-            additional["latents"] = latents
-        if state.inputs.output_mode.has_mask:
-            additional["mask"] = self._mask(state.inputs)
-            [image] = self.decode_manager.apply_masks_batch([image], [additional["mask"]])
-        return RequestResult(image, additional)
+        inputs = state.inputs
+        leaves = picture is None or inputs.output_mode.has_latents
+        latents = state.latents.to("cpu", copy=True) if leaves else None
+        mask = self._mask(inputs) if picture is not None and inputs.output_mode.has_mask else None
+        return PendingImage(picture, latents, mask)
+
+    def limit_decode(self, max_latents: int) -> None:
+        self.decode_manager.max_latents = max_latents
+
+    def make_dummy_inputs(self, width: int, height: int) -> QwenImageCustomInputs:
+        embeds = torch.zeros(
+            _DUMMY_TEXT_TOKENS, self.pipeline.transformer.config.joint_attention_dim
+        )
+        return QwenImageCustomInputs(
+            prompt_embeds=embeds,
+            negative_prompt_embeds=embeds,
+            width=width,
+            height=height,
+            num_inference_steps=2,
+        )
 
     def _mask(self, inputs: QwenImageCustomInputs) -> Tensor:
         if inputs.mask is None:
@@ -399,11 +496,16 @@ class QwenImageRunnerAdapter:
         return inputs.mask.to("cpu", torch.uint8)
 
     def _decode_vae(self, latents: Tensor) -> Tensor:
-        if self.pipeline.vae is not self._vae:  # newly loaded
-            self._vae = self.pipeline.vae
-            keep_first_frame_only(self._vae)
         with self._timed():
-            return decode_images(self._vae, latents)
+            return self._get_decoder().decode(latents)
+
+    def _get_decoder(self) -> PictureDecoder:
+        if self._decoder is None or self._decoder.vae is not self.pipeline.vae:  # newly loaded
+            is_compiled = self.pipeline.device.type == "cuda" and not self.config.enforce_eager
+            self._decoder = PictureDecoder(
+                self.pipeline.vae, self.config.vae_tile_size, "inductor" if is_compiled else ""
+            )
+        return self._decoder
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

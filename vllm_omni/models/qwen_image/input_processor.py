@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from vllm_omni.models.qwen_image.prompt import (
 )
 from vllm_omni.models.registry import read_json
 from vllm_omni.params import DiffusionParams
+from vllm_omni.step_cache import CacheDefaults, StepCacheParams, parse_cache_defaults
 
 STOCK_DEFAULTS = {"height": 1024, "width": 1024, "num_inference_steps": 50}
 """What diffusers' pipeline uses; the checkpoint's generation_config.json goes before it."""
@@ -33,11 +35,20 @@ class QwenImageInputProcessor:
 
     def __init__(self, model: Path) -> None:
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(model / "tokenizer")
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelLoadError(f"cannot load tokenizer from {model}: {error}") from error
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                model / "tokenizer", trust_remote_code=False
+            )
+            num_tokens = len(self.tokenizer(TEXT_TO_IMAGE.prefix).input_ids)
+        except Exception as error:  # of whatever kind: tokenizers raises a plain one
+            cause = " ".join(str(error).split())
+            raise ModelLoadError(f"cannot load tokenizer from {model}: {cause}") from error
+        if num_tokens != TEXT_TO_IMAGE.num_prefix_tokens:
+            raise ModelLoadError(
+                f"{model / 'tokenizer'} is not this model's: the template has {num_tokens} tokens, "
+                f"and should have {TEXT_TO_IMAGE.num_prefix_tokens}"
+            )
         self.model = model
-        self.defaults = _default_params(model)
+        self.defaults, self.cache_defaults = _read_defaults(model)
 
     def complete_params(self, params: DiffusionParams) -> DiffusionParams:
         """Parameters with the checkpoint's defaults; raises what the model cannot do."""
@@ -48,6 +59,8 @@ class QwenImageInputProcessor:
                 "this model is not guidance-distilled; use true_cfg_scale with negative_prompt",
             )
         params = params.with_defaults(self.defaults)
+        if isinstance(params.cache, StepCacheParams):
+            params = replace(params, cache=params.cache.with_defaults(self.cache_defaults))
         if isinstance(params.cache, CacheDiTParams):
             assert params.num_inference_steps is not None
             params.cache.check_model(self._num_blocks, params.num_inference_steps)
@@ -140,12 +153,15 @@ class QwenImageInputProcessor:
         return token_ids
 
 
-def _default_params(model: Path) -> DiffusionParams:
+def _read_defaults(model: Path) -> tuple[DiffusionParams, CacheDefaults]:
+    """Of the checkpoint: parameters, and the fields of step caches."""
     path = model / "generation_config.json"
     own = read_json(model, path.name) if path.is_file() else {}
+    cache = own.pop("cache", {})
     if unknown := set(own) - set(STOCK_DEFAULTS):
-        raise ModelLoadError(f"{path} has {unknown}: only {', '.join(STOCK_DEFAULTS)} are allowed")
+        allowed = ", ".join((*STOCK_DEFAULTS, "cache"))
+        raise ModelLoadError(f"{path} has {unknown}: only {allowed} are allowed")
     try:
-        return DiffusionParams(**(STOCK_DEFAULTS | own))
+        return DiffusionParams(**(STOCK_DEFAULTS | own)), parse_cache_defaults(cache)
     except InvalidParameterError as error:
         raise ModelLoadError(f"{path}: {error}") from error
