@@ -22,6 +22,7 @@ from tests.drawing import MakeCheckpoint, MakeEngineCore, MakeStock
 from tests.serving import ServerProcess
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
+from vllm_omni.models.demo import find_model
 from vllm_omni.models.progress import progress_bars_off
 from vllm_omni.models.qwen_image.checkpoint import write_checkpoint
 
@@ -67,6 +68,23 @@ def stock(checkpoint: MakeCheckpoint) -> MakeStock:
         return pipeline
 
     return make
+
+
+@pytest.fixture(scope="session")
+def demo_core() -> Iterator[DiffusionEngineCore]:
+    """An engine core over the trained model, for what random weights cannot show."""
+    core = DiffusionEngineCore(DiTConfig(model=str(find_model("demo")), device="cpu"))
+    yield core
+    core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def demo_stock() -> Any:
+    """diffusers' own pipeline over it."""
+    with progress_bars_off():
+        pipeline = QwenImagePipeline.from_pretrained(find_model("demo"), dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 @pytest.fixture(scope="session", params=["in process", "worker processes"])

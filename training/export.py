@@ -42,6 +42,14 @@ def build_pipeline(folder: Path) -> Any:
     )
 
 
+CACHE_DEFAULTS = {
+    "first_block": {"threshold": 0.22},
+    "tea": {"threshold": 0.2, "warmup_steps": 3},
+    "taylor": {"threshold": 0.22, "extrapolation": 0.5},
+}
+"""What requests have that only name a step cache; from benchmarks/results/cache_quality.md."""
+
+
 def export(source: Path, target: Path) -> None:
     """Replace `target` by the checkpoint; a file README.md in it is kept."""
     pipeline = build_pipeline(source).to(dtype=torch.bfloat16)
@@ -50,7 +58,8 @@ def export(source: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     with progress_bars_off():
         pipeline.save_pretrained(target)
-    checkpoint.write_json(target / "generation_config.json", checkpoint.GENERATION_CONFIG)
+    defaults = checkpoint.GENERATION_CONFIG | {"cache": CACHE_DEFAULTS}
+    checkpoint.write_json(target / "generation_config.json", defaults)
     pipeline.tokenizer.save_pretrained(target / "processor")
     settings = checkpoint.IMAGE_PROCESSOR_CONFIG
     checkpoint.write_json(target / "processor" / "preprocessor_config.json", settings)

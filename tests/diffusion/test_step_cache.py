@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, QwenImagePipeline
+from diffusers import FirstBlockCacheConfig
 from torch import Tensor
 
 from tests.drawing import Case, draw_stock, inputs_of, latents_of, load_tokenizer, run_engine
@@ -26,10 +26,10 @@ from vllm_omni.diffusion.step_cache import (
 )
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.models.demo import find_model
-from vllm_omni.models.progress import progress_bars_off
+from vllm_omni.models.qwen_image.input_processor import QwenImageInputProcessor
 from vllm_omni.outputs import EngineCoreOutput
 from vllm_omni.params import DiffusionParams
-from vllm_omni.step_cache import StepCacheParams
+from vllm_omni.step_cache import Method, StepCacheParams, parse_cache_defaults
 
 # Guided and not, sizes, steps and arrivals mixed. The trained model: with random weights nothing
 # is near to anything.
@@ -39,21 +39,6 @@ CASES = [
     Case("a small yellow heart on a black background", 128, 128, 12, 4.0, 3, arrival=3),
     Case("the letter A", 192, 128, 8, None, 4, arrival=5),
 ]
-
-
-@pytest.fixture(scope="module")
-def core() -> Iterator[DiffusionEngineCore]:
-    core = DiffusionEngineCore(DiTConfig(model=str(find_model("demo")), device="cpu"))
-    yield core
-    core.shutdown()
-
-
-@pytest.fixture(scope="module")
-def pipeline() -> Any:
-    with progress_bars_off():
-        pipeline = QwenImagePipeline.from_pretrained(find_model("demo"), dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def draw(
@@ -81,20 +66,20 @@ def get_skipped(output: EngineCoreOutput) -> int:
 
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.2, 0.4])
 def test_in_a_mixed_batch_it_equals_diffusers_alone(
-    core: DiffusionEngineCore, pipeline: Any, threshold: float
+    demo_core: DiffusionEngineCore, demo_stock: Any, threshold: float
 ) -> None:
     cache = StepCacheParams(threshold=threshold, warmup_steps=0)
-    outputs = draw(core, [cache] * len(CASES))
+    outputs = draw(demo_core, [cache] * len(CASES))
     for case, output in zip(CASES, outputs, strict=True):
-        expected = draw_stock_cached(pipeline, case, threshold)
+        expected = draw_stock_cached(demo_stock, case, threshold)
         assert (latents_of(output) - expected).abs().max() <= 1e-4
     assert (sum(map(get_skipped, outputs)) > 10) == (threshold >= 0.2)
 
 
 @pytest.mark.parametrize("method", ["first_block", "tea", "taylor"])
-def test_threshold_0_is_no_cache(core: DiffusionEngineCore, method: Any) -> None:
-    plain = draw(core, [None] * len(CASES))
-    cached = draw(core, [StepCacheParams(method=method, threshold=0.0)] * len(CASES))
+def test_threshold_0_is_no_cache(demo_core: DiffusionEngineCore, method: Any) -> None:
+    plain = draw(demo_core, [None] * len(CASES))
+    cached = draw(demo_core, [StepCacheParams(method=method, threshold=0.0)] * len(CASES))
     for expected, output in zip(plain, cached, strict=True):
         assert (latents_of(output) - latents_of(expected)).abs().max() <= 1e-5
         assert get_skipped(output) == 0
@@ -109,34 +94,34 @@ MIXED = [
 ]
 
 
-def test_a_result_does_not_depend_on_the_caches_of_others(core: DiffusionEngineCore) -> None:
-    together = draw(core, MIXED)
+def test_a_result_does_not_depend_on_the_caches_of_others(demo_core: DiffusionEngineCore) -> None:
+    together = draw(demo_core, MIXED)
     for case, cache, output in zip(CASES, MIXED, together, strict=True):
-        [alone] = draw(core, [cache], [case])
+        [alone] = draw(demo_core, [cache], [case])
         assert (latents_of(output) - latents_of(alone)).abs().max() <= 1e-4
         assert get_skipped(output) == get_skipped(alone)
     assert [get_skipped(output) > 0 for output in together] == [True, True, True, False]
 
 
-def test_both_branches_of_tea_decide_alike(core: DiffusionEngineCore) -> None:
-    [output] = draw(core, [StepCacheParams(method="tea", threshold=0.5)], [CASES[2]])
+def test_both_branches_of_tea_decide_alike(demo_core: DiffusionEngineCore) -> None:
+    [output] = draw(demo_core, [StepCacheParams(method="tea", threshold=0.5)], [CASES[2]])
     assert get_skipped(output) > 0 and get_skipped(output) % 2 == 0
 
 
-def test_a_better_prediction_is_nearer(core: DiffusionEngineCore) -> None:
+def test_a_better_prediction_is_nearer(demo_core: DiffusionEngineCore) -> None:
     """At equal decisions what is extrapolated is nearer to the truth than what is repeated."""
-    [plain] = draw(core, [None], [CASES[0]])
+    [plain] = draw(demo_core, [None], [CASES[0]])
 
     def error(method: Any) -> float:
         cache = StepCacheParams(method=method, threshold=0.25, warmup_steps=4, max_skips=1)
-        [output] = draw(core, [cache], [CASES[0]])
+        [output] = draw(demo_core, [cache], [CASES[0]])
         assert get_skipped(output) >= 3
         return float((latents_of(output) - latents_of(plain)).abs().mean())
 
     assert error("taylor") < error("first_block")
 
 
-def test_the_cache_takes_no_more_than_is_left(pipeline: Any) -> None:
+def test_the_cache_takes_no_more_than_is_left(demo_stock: Any) -> None:
     """A budget that is too small for step caches: every step in full, and nothing fails."""
     config = DiTConfig(
         model=str(find_model("demo")),
@@ -148,16 +133,16 @@ def test_the_cache_takes_no_more_than_is_left(pipeline: Any) -> None:
         cases = [CASES[0], CASES[3]]
         outputs = draw(core, [StepCacheParams(threshold=0.4)] * 2, cases)
         for case, output in zip(cases, outputs, strict=True):
-            assert (latents_of(output) - draw_stock(pipeline, case)[0]).abs().max() <= 1e-4
+            assert (latents_of(output) - draw_stock(demo_stock, case)[0]).abs().max() <= 1e-4
             assert get_skipped(output) == 0
     finally:
         core.shutdown()
 
 
-def test_nothing_is_left_of_200_mixed_requests(core: DiffusionEngineCore) -> None:
+def test_nothing_is_left_of_200_mixed_requests(demo_core: DiffusionEngineCore) -> None:
     """Different settings, staggered, a quarter aborted; the others equal the same alone."""
     rng = Random(0)
-    tokenizer = load_tokenizer(core)
+    tokenizer = load_tokenizer(demo_core)
     settings = [*MIXED, StepCacheParams(threshold=0.5)]
     kinds = [
         inputs_of(
@@ -167,20 +152,20 @@ def test_nothing_is_left_of_200_mixed_requests(core: DiffusionEngineCore) -> Non
         for steps in (3, 5)
         for scale in (None, 2.0)
     ]
-    expected = [latents_of(run_engine(core, [kind])[0]) for kind in kinds]
+    expected = [latents_of(run_engine(demo_core, [kind])[0]) for kind in kinds]
     running: dict[str, int] = {}
     finals: dict[str, EngineCoreOutput] = {}
     aborted: set[str] = set()
     for number in range(200):
         kind = rng.randrange(len(kinds))
         running[str(number)] = kind
-        core.add_request(DiffusionRequest(request_id=str(number), custom_inputs=kinds[kind]))
+        demo_core.add_request(DiffusionRequest(request_id=str(number), custom_inputs=kinds[kind]))
         if rng.random() < 0.25:
             victim = rng.choice(sorted(set(running) - set(finals)))
-            core.abort_requests([victim])
+            demo_core.abort_requests([victim])
             aborted.add(victim)
-        while core.has_requests() and (rng.random() < 0.6 or number == 199):
-            news, _ = core.step()
+        while demo_core.has_requests() and (rng.random() < 0.6 or number == 199):
+            news, _ = demo_core.step()
             for outputs in news.values():
                 finals |= {o.request_id: o for o in outputs.outputs if o.finished}
     assert set(finals) == set(running) and len(aborted) > 20
@@ -188,7 +173,7 @@ def test_nothing_is_left_of_200_mixed_requests(core: DiffusionEngineCore) -> Non
         if request_id not in aborted:
             wanted = expected[running[request_id]]
             assert (latents_of(output) - wanted).abs().max() <= 1e-4
-    [stats] = core.executor.collective_rpc("get_stats")
+    [stats] = demo_core.executor.collective_rpc("get_stats")
     assert stats["num_requests"] == 0 and stats["cache_request_bytes"] == 0
 
 
@@ -252,7 +237,7 @@ def test_tea_sums_up_rescaled_differences_of_neighbours() -> None:
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_taylor_is_exact_for_polynomials_of_its_order(order: int) -> None:
-    strategy = TaylorStrategy(StepCacheParams(method="taylor", order=order))
+    strategy = TaylorStrategy(StepCacheParams(method="taylor", order=order).with_defaults())
 
     def at(sigma: float) -> Tensor:
         return torch.tensor([3 * sigma**order - sigma + 2], dtype=torch.float64)
@@ -261,6 +246,51 @@ def test_taylor_is_exact_for_polynomials_of_its_order(order: int) -> None:
     predicted = strategy.predict([at(sigma) for sigma in sigmas], sigmas, 0.31)
     assert predicted.item() == pytest.approx(at(0.31).item())
     assert strategy.num_tails == order + 1
+
+
+@pytest.mark.parametrize(("extrapolation", "expected"), [(0.0, 5.0), (0.5, 6.0), (1.0, 7.0)])
+def test_part_of_the_extrapolated_change_is_added(extrapolation: float, expected: float) -> None:
+    params = StepCacheParams(method="taylor", extrapolation=extrapolation)
+    strategy = TaylorStrategy(params.with_defaults())
+    tails = [torch.tensor([5.0]), torch.tensor([3.0])]  # 2 more, 0.1 further; the same again
+    assert strategy.predict(tails, [0.6, 0.7], 0.5).item() == pytest.approx(expected)
+
+
+def test_rows_that_cannot_skip_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In warm-up, at the most skips in a row and with threshold 0 nothing is read back."""
+    warming = make_row(StepCacheParams(threshold=0.5, warmup_steps=3))
+    capped = make_row(StepCacheParams(threshold=0.5, warmup_steps=0, max_skips=1))
+    off = make_row(StepCacheParams(threshold=0.0, warmup_steps=0))
+    for row in (warming, off):
+        take_step(row, 1.0, 7.0)
+    assert [take_step(capped, 1.0, 7.0), take_step(capped, 1.0, 8.0)] == [7, 7]
+    cache = PackedStepCache([warming, capped, off, None], [2, 2, 2, 2], [0.5] * 4)
+    output = torch.full((8, 3), 9.0)
+    monkeypatch.setattr(Tensor, "tolist", lambda _: pytest.fail("there is nothing to wait for"))
+    signals = {Signal.HEAD_RESIDUAL: torch.ones(8, 3)}
+    assert cache.apply(signals, torch.zeros(8, 3), lambda rows: output) is output
+
+
+def test_all_rows_of_a_step_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        make_row(StepCacheParams(method=method, threshold=0.5, warmup_steps=0))
+        for method in ("first_block", "tea", "taylor")
+    ]
+    for row in rows:
+        take_step(row, 1.0, 7.0)
+    waits: list[Tensor] = []
+    tolist = Tensor.tolist
+
+    def count(tensor: Tensor) -> Any:
+        waits.append(tensor)
+        return tolist(tensor)
+
+    monkeypatch.setattr(Tensor, "tolist", count)
+    cache = PackedStepCache([*rows, None], [2, 2, 2, 2], [0.5] * 4)
+    signals = dict.fromkeys(Signal, torch.full((8, 3), 1.1))
+    output = cache.apply(signals, torch.zeros(8, 3), lambda rows: torch.full((2, 3), float(*rows)))
+    assert output[:, 0].tolist() == [7, 7, 7, 7, 7, 7, 3, 3]
+    assert len(waits) == 2 and waits[0].shape == (3,)  # the second is this test's own
 
 
 def test_evicted_entries_mean_a_step_in_full() -> None:
@@ -290,7 +320,7 @@ def test_optional_entries_do_not_push_each_other_out() -> None:
         ({}, r"cache\.method=None is not allowed: one of first_block"),
         (
             {"method": "tea", "treshold": 1},
-            r"cache\.treshold=1 is not allowed: only coefficients, max_skips",
+            r"cache\.treshold=1 is not allowed: only coefficients, extrapolation, max_skips",
         ),
         ({"method": "tea", "threshold": 10**400}, r"cache\.threshold="),
         (
@@ -302,6 +332,10 @@ def test_optional_entries_do_not_push_each_other_out() -> None:
         ({"method": "tea", "max_skips": 0}, r"cache\.max_skips=0"),
         ({"method": "tea", "order": 3}, r"cache\.order=3 is not allowed: 1 or 2"),
         ({"method": "tea", "coefficients": []}, r"cache\.coefficients=\[\]"),
+        (
+            {"method": "taylor", "extrapolation": 1.5},
+            r"cache\.extrapolation=1\.5 is not allowed: a number from 0 to 1",
+        ),
     ],
 )
 def test_what_is_not_allowed_is_named(cache: Any, message: str) -> None:
@@ -313,4 +347,41 @@ def test_a_cache_can_be_given_in_three_ways() -> None:
     wanted = StepCacheParams(method="tea")
     for given in ("tea", {"method": "tea"}, wanted):
         assert DiffusionParams(cache=given).cache == wanted  # type: ignore[arg-type]
-    assert wanted.threshold == 0.2
+    assert wanted.with_defaults().threshold == 0.2
+
+
+def test_a_model_has_its_own_defaults() -> None:
+    defaults = parse_cache_defaults(
+        {"tea": {"threshold": 0.3, "warmup_steps": 3}, "taylor": {"extrapolation": 0.5}}
+    )
+    tea = StepCacheParams(method="tea", max_skips=2).with_defaults(defaults)
+    assert (tea.threshold, tea.warmup_steps, tea.max_skips) == (0.3, 3, 2)
+    given = StepCacheParams(method="tea", threshold=0.1, warmup_steps=0).with_defaults(defaults)
+    assert (given.threshold, given.warmup_steps) == (0.1, 0)
+    taylor = StepCacheParams(method="taylor").with_defaults(defaults)
+    assert (taylor.threshold, taylor.warmup_steps, taylor.extrapolation) == (0.12, 1, 0.5)
+    assert StepCacheParams().with_defaults(defaults) == StepCacheParams().with_defaults()
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ([], r"cache=\[\] is not allowed: a mapping of fields by method"),
+        ({"tea": 0.2}, r"cache\.tea=0\.2 is not allowed: a mapping of fields"),
+        ({"magic": {}}, r"cache\.method='magic' is not allowed"),
+        ({"tea": {"order": 2}}, r"cache\.tea\.order=2 is not allowed: one of threshold, warmup"),
+        ({"tea": {"threshold": -1}}, r"cache\.threshold=-1 is not allowed"),
+    ],
+)
+def test_a_models_defaults_are_checked(defaults: Any, message: str) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        parse_cache_defaults(defaults)
+
+
+def test_the_demo_model_has_them_in_its_files() -> None:
+    processor = QwenImageInputProcessor(Path(find_model("demo")))
+    for method in get_args(Method):
+        cache = processor.complete_params(DiffusionParams(cache=method)).cache
+        assert isinstance(cache, StepCacheParams)
+        own = processor.cache_defaults[method]
+        assert {name: getattr(cache, name) for name in own} == own != {}

@@ -6,7 +6,7 @@ import copy
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,6 @@ from vllm_omni.diffusion.messages import DiffusionRequest
 from vllm_omni.diffusion.model_runner import DiffusionModelRunner
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.models.demo import find_model
-from vllm_omni.models.progress import progress_bars_off
 from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter, QwenImageState
 from vllm_omni.models.qwen_image.input_processor import QwenImageInputProcessor
 from vllm_omni.outputs import EngineCoreOutput
@@ -126,21 +125,6 @@ METHODS: dict[str, tuple[CacheDiTParams, Any, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def core() -> Iterator[DiffusionEngineCore]:
-    core = DiffusionEngineCore(DiTConfig(model=str(find_model("demo")), device="cpu"))
-    yield core
-    core.shutdown()
-
-
-@pytest.fixture(scope="module")
-def pipeline() -> Any:
-    with progress_bars_off():
-        pipeline = QwenImagePipeline.from_pretrained(find_model("demo"), dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def draw(
     core: DiffusionEngineCore, cases: Sequence[Case], caches: Sequence[CacheParams | None]
 ) -> list[EngineCoreOutput]:
@@ -193,7 +177,7 @@ def is_nothing_left(core: DiffusionEngineCore) -> bool:
 
 
 def test_in_a_mixed_batch_it_equals_cache_dit_alone(
-    core: DiffusionEngineCore, pipeline: Any
+    demo_core: DiffusionEngineCore, demo_stock: Any
 ) -> None:
     """All methods in one batch, with requests that have no cache or one of ours."""
     kinds = [GUIDED, UNGUIDED, WIDE]
@@ -204,30 +188,30 @@ def test_in_a_mixed_batch_it_equals_cache_dit_alone(
     others = [replace(UNGUIDED, arrival=1, seed=20), replace(GUIDED, arrival=3, seed=21)]
     ours = [None, StepCacheParams(threshold=0.3)]
     caches = [METHODS[method][0] for method in methods]
-    outputs = draw(core, [*others, *cases], [*ours, *caches])
+    outputs = draw(demo_core, [*others, *cases], [*ours, *caches])
 
     for case, method, output in zip(cases, methods, outputs[2:], strict=True):
-        latents, skipped = draw_stock_cached(pipeline, case, method)
+        latents, skipped = draw_stock_cached(demo_stock, case, method)
         assert (latents_of(output) - latents).abs().max() <= 1e-4, method
         assert get_skipped(output) == skipped > 0, method
     for other, cache, output in zip(others, ours, outputs[:2], strict=True):
-        [alone] = draw(core, [other], [cache])
+        [alone] = draw(demo_core, [other], [cache])
         assert (latents_of(output) - latents_of(alone)).abs().max() <= 1e-5
         assert get_skipped(output) == get_skipped(alone)
     assert get_skipped(outputs[1]) > 0
-    assert is_nothing_left(core)
+    assert is_nothing_left(demo_core)
 
 
-def test_a_mask_of_its_own(core: DiffusionEngineCore) -> None:
+def test_a_mask_of_its_own(demo_core: DiffusionEngineCore) -> None:
     mask = [1, 1, 0, 1, 0, 0, 1, 0, 1]
     cache = params_of(steps_computation_mask=mask, steps_computation_policy="static")
-    [output] = draw(core, [GUIDED], [cache])
+    [output] = draw(demo_core, [GUIDED], [cache])
     assert get_skipped(output) == 2 * mask.count(0)
 
 
-def test_threshold_0_is_no_cache(core: DiffusionEngineCore, pipeline: Any) -> None:
-    [output] = draw(core, [GUIDED], [params_of(residual_diff_threshold=0)])
-    assert (latents_of(output) - draw_stock(pipeline, GUIDED)[0]).abs().max() <= 1e-4
+def test_threshold_0_is_no_cache(demo_core: DiffusionEngineCore, demo_stock: Any) -> None:
+    [output] = draw(demo_core, [GUIDED], [params_of(residual_diff_threshold=0)])
+    assert (latents_of(output) - draw_stock(demo_stock, GUIDED)[0]).abs().max() <= 1e-4
     assert get_skipped(output) == 0
 
 
@@ -241,11 +225,11 @@ class LateFaultAdapter(QwenImageRunnerAdapter):
         return stepped
 
 
-def test_a_step_that_is_tried_again_counts_once(core: DiffusionEngineCore) -> None:
+def test_a_step_that_is_tried_again_counts_once(demo_core: DiffusionEngineCore) -> None:
     methods = ["plain", "taylorseer", "prune"]
     caches = [METHODS[method][0] for method in methods]
-    expected = draw(core, [GUIDED] * 3, caches)
-    runner = runner_of(core)
+    expected = draw(demo_core, [GUIDED] * 3, caches)
+    runner = runner_of(demo_core)
     adapter = runner.adapter
     assert isinstance(adapter, QwenImageRunnerAdapter)
     runner.adapter = LateFaultAdapter(
@@ -254,7 +238,7 @@ def test_a_step_that_is_tried_again_counts_once(core: DiffusionEngineCore) -> No
     try:
         guilty = [replace(UNGUIDED, seed=666, arrival=arrival) for arrival in range(1, 8)]
         *outputs, first_guilty = draw(
-            core, [*[GUIDED] * 3, *guilty], [*caches, *[METHODS["foca"][0]] * len(guilty)]
+            demo_core, [*[GUIDED] * 3, *guilty], [*caches, *[METHODS["foca"][0]] * len(guilty)]
         )[:4]
     finally:
         runner.adapter = adapter
@@ -284,15 +268,15 @@ def test_it_works_with_every_executor(engine_core: MakeEngineCore, stock: MakeSt
 
 
 @pytest.mark.parametrize("end", ["finish", "abort", "error"])
-def test_nothing_is_left_of_a_request(core: DiffusionEngineCore, end: str) -> None:
-    tokenizer = load_tokenizer(core)
+def test_nothing_is_left_of_a_request(demo_core: DiffusionEngineCore, end: str) -> None:
+    tokenizer = load_tokenizer(demo_core)
     methods = ["taylorseer", "dmd", "prune", "other prune"]
     for method in methods:
         inputs = inputs_of(UNGUIDED, tokenizer, cache=METHODS[method][0])
-        core.add_request(DiffusionRequest(request_id=method, custom_inputs=inputs))
+        demo_core.add_request(DiffusionRequest(request_id=method, custom_inputs=inputs))
     for _ in range(5):
-        core.step()
-    states = runner_of(core).states
+        demo_core.step()
+    states = runner_of(demo_core).states
     held: list[weakref.ref[Any]] = []
     for method in methods:
         state = states[method]
@@ -301,33 +285,33 @@ def test_nothing_is_left_of_a_request(core: DiffusionEngineCore, end: str) -> No
         held += [weakref.ref(context), *map(weakref.ref, context.buffers.values())]
         if end == "error":
             state.latents.fill_(torch.nan)
-    [stats] = core.executor.collective_rpc("get_stats")
+    [stats] = demo_core.executor.collective_rpc("get_stats")
     assert stats["cache_request_bytes"] > 1_000_000
     del states, state, context, stats
     if end == "abort":
-        core.abort_requests(methods)
-    while core.has_requests():
-        core.step()
-    core.step()  # the workers hear of it
-    assert is_nothing_left(core)
+        demo_core.abort_requests(methods)
+    while demo_core.has_requests():
+        demo_core.step()
+    demo_core.step()  # the workers hear of it
+    assert is_nothing_left(demo_core)
     assert [ref for ref in held if ref() is not None] == []
 
 
-def test_30_requests_do_not_grow(core: DiffusionEngineCore) -> None:
+def test_30_requests_do_not_grow(demo_core: DiffusionEngineCore) -> None:
     caches = [METHODS[method][0] for method in ("plain", "prune", "dmd")] * 10
     cases = [replace(UNGUIDED, num_steps=3, seed=seed, arrival=seed) for seed in range(30)]
 
     def count_tensors() -> int:
-        assert is_nothing_left(core)
+        assert is_nothing_left(demo_core)
         return sum(isinstance(one, Tensor) for one in gc.get_objects())
 
-    draw(core, cases[:3], caches[:3])
+    draw(demo_core, cases[:3], caches[:3])
     before = count_tensors()
-    assert all(output.error is None for output in draw(core, cases, caches))
+    assert all(output.error is None for output in draw(demo_core, cases, caches))
     assert count_tensors() <= before
 
 
-def test_it_takes_no_more_than_is_left(pipeline: Any) -> None:
+def test_it_takes_no_more_than_is_left(demo_stock: Any) -> None:
     """A budget that is too small: every step in full, by whatever method, and nothing fails."""
     config = DiTConfig(
         model=str(find_model("demo")),
@@ -338,7 +322,7 @@ def test_it_takes_no_more_than_is_left(pipeline: Any) -> None:
     try:
         for method in ("mask", "dmd", "prune"):
             [output] = draw(core, [UNGUIDED], [METHODS[method][0]])
-            expected, _ = draw_stock(pipeline, UNGUIDED)
+            expected, _ = draw_stock(demo_stock, UNGUIDED)
             assert (latents_of(output) - expected).abs().max() <= 1e-4
             assert get_skipped(output) == 0
         assert is_nothing_left(core)
@@ -420,7 +404,7 @@ def test_fields_of_our_own_caches_are_refused(cache: Any, message: str) -> None:
 
 
 def test_a_missing_package_is_said(
-    core: DiffusionEngineCore, monkeypatch: pytest.MonkeyPatch
+    demo_core: DiffusionEngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("cache_dit")]:
         monkeypatch.delitem(sys.modules, name)
@@ -429,7 +413,7 @@ def test_a_missing_package_is_said(
     install = r"pip install 'vllm-omni\[cache-dit\]'"
     with pytest.raises(InvalidParameterError, match=f"cache-dit is not installed: {install}"):
         DiffusionParams(cache="cache_dit")  # type: ignore[arg-type]
-    [output] = draw(core, [UNGUIDED], [params_of()])  # where only the worker does not have it
+    [output] = draw(demo_core, [UNGUIDED], [params_of()])  # where only the worker does not have it
     assert output.error is not None and output.error.param == "cache.method"
     assert "it cannot be loaded" in output.error.message
     assert "pip install" in output.error.message
