@@ -198,6 +198,7 @@ def test_steps_take_the_simple_loop_until_it_is_compiled(
         num_simple += 1
         return packed_forward(*args)  # type: ignore[arg-type]
 
+    torch._dynamo.reset()
     monkeypatch.setattr(fast_transformer, "packed_forward", count)
     fast = FastTransformer(copy.deepcopy(transformer), max_rows=8, backend="aot_eager")
     inputs = create_inputs(transformer, MIX)
@@ -207,8 +208,11 @@ def test_steps_take_the_simple_loop_until_it_is_compiled(
     assert fast._thread is not None
     fast._thread.join()
     assert fast.is_ready
+    # What was compiled in the thread serves this one.
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert relative_error(fast.forward(*inputs), expected) < 2e-6
     assert num_simple == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
 
 
 @torch.no_grad()

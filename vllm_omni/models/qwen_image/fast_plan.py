@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm_omni.layers.attention import Segments
 from vllm_omni.models.qwen_image.transformer import PackPlan
 
+MIN_BUCKET_TEXT = 64
 MIN_BUCKET_SEGMENTS = 4
 MIN_BUCKET_LEN = 512
 
@@ -76,7 +77,7 @@ def make_fast_plan(plan: PackPlan) -> FastPlan:
 def find_bucket(plan: PackPlan, max_tokens: int) -> Bucket | None:
     """The smallest one that a batch fits into; None: it has too many tokens for any."""
     num_image = _round_up(sum(plan.image_lens), ((2048, 256), (1 << 30, 512)))
-    num_text = _round_up(sum(plan.text_lens), ((256, 64), (512, 128), (1 << 30, 256)))
+    num_text = _power_of_two(sum(plan.text_lens), MIN_BUCKET_TEXT)
     if num_image + num_text > max_tokens:
         return None
     max_len = _power_of_two(max(plan.segment_lens), MIN_BUCKET_LEN)

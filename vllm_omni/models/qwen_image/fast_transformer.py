@@ -135,8 +135,14 @@ class FastTransformer:
     def start_compiling(self) -> None:
         """`compile` in a thread; steps take the simple loop until it is done."""
         if self._thread is None and not self.is_ready:
-            self._thread = threading.Thread(target=self.compile, name="compile", daemon=True)
+            self._thread = threading.Thread(target=self._try_to_compile, daemon=True)
             self._thread.start()
+
+    def _try_to_compile(self) -> None:
+        try:
+            self.compile()
+        except Exception:  # whatever the compiler stumbles over, steps can do without it
+            logger.exception("the blocks do not compile: steps go on in the simple loop")
 
     @torch.no_grad()
     def capture(self, plan: PackPlan) -> None:

@@ -21,7 +21,7 @@ from vllm_omni.models.qwen_image.transformer import PackPlan
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 32
+MAX_GRAPHS = 64
 _SEEN_BEFORE_CAPTURE = 1  # a batch that comes once is not worth a graph
 
 Outputs = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
