@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 from PIL import Image
 
+CONNECTED = ("answer", "stream")  # kinds that wait at a connection
 TIMEOUT = 300.0  # seconds without a word, after which nobody answers any more
 MAX_DIFFERENCE = 1  # of 255, in any pixel: what a picture's company may change by rounding
 _ENDS = ("completed", "failed", "cancelled")  # of a job
@@ -52,8 +53,9 @@ class Answer:
         if len(self.results) > 1:
             return "duplicated"
         if self.results:
-            most = 0 if self.ask.kind == "text" else MAX_DIFFERENCE
-            return "right" if self.compare(expected) <= most else "wrong"
+            if self.ask.kind == "text":  # whose result is how it ended
+                return "right" if self.results[0] == expected[self.ask.key] else "truncated"
+            return "right" if self.compare(expected) <= MAX_DIFFERENCE else "wrong"
         if self.status in (429, 503) and self.retry_after:
             return "refused"
         return "failed"
@@ -79,7 +81,7 @@ def judge_all(answers: Sequence[Answer], expected: Mapping[str, bytes]) -> dict[
 
 def create_asks(
     num: int,
-    kinds: Sequence[str] = ("answer", "stream", "job"),
+    kinds: Sequence[str] = (*CONNECTED, "job"),
     num_keys: int = 12,
     side: int = 64,
     steps: int = 4,

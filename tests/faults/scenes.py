@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -78,10 +77,10 @@ def terminate_under_load(
     """SIGTERM while requests are under way; their clients go on asking after it."""
     load = Load(victim.url, asks, num_at_once).start()
     load.wait_for_answers(num_at_once // 2)
-    told_at = time.monotonic()
-    for i in range(num_signals):
-        time.sleep(0.3 * i)
-        os.kill(victim.process.pid, signal.SIGTERM)
+    told_at = victim.hurt(str(victim.process.pid), signal.SIGTERM)
+    for _ in range(num_signals - 1):
+        time.sleep(0.3)
+        victim.hurt(str(victim.process.pid), signal.SIGTERM)
     exit_code = victim.wait_for_exit(patience)
     seconds = time.monotonic() - told_at
     leftovers = victim.find_leftovers()

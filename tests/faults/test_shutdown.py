@@ -8,7 +8,7 @@ import pytest
 
 from tests.drawing import MakeCheckpoint
 from tests.faults.conftest import MakeVictim
-from tests.faults.load import NEVER, create_asks, learn
+from tests.faults.load import CONNECTED, NEVER, create_asks, learn
 from tests.faults.record import Record
 from tests.faults.scenes import add_up, end, terminate_under_load
 from tests.faults.victim import API, AR, GONE, WORKER
@@ -22,7 +22,7 @@ MAX_EXIT = 32  # seconds: the time for running requests, and two
 def test_ten_times_under_load(
     start: MakeVictim, checkpoint: MakeCheckpoint, record: Record
 ) -> None:
-    asks = create_asks(200, steps=12)
+    asks = create_asks(200, kinds=CONNECTED, steps=12)
     expected: dict[str, bytes] = {}
     all_figures = []
     for i in range(TIMES):
@@ -43,7 +43,7 @@ def test_twice_under_load(start: MakeVictim, checkpoint: MakeCheckpoint, record:
     """The second one does not wait: everybody is told."""
     victim = start(str(checkpoint(0)))
     victim.wait_until_ready()
-    asks = create_asks(40, steps=100)
+    asks = create_asks(40, kinds=CONNECTED, steps=100)
     expected = learn(victim.url, asks)
     figures = terminate_under_load(victim, asks, expected, num_at_once=8, num_signals=2)
     at_most = {**NEVER, "exit_code": 0, "exit_s": 6, **GONE}

@@ -49,7 +49,7 @@ class Victim(ServerProcess):
     def __init__(self, log: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
         # Not pytest's own: the path of a socket must be short.
         self.temporary = Path(tempfile.mkdtemp(prefix="faults-"))
-        self._segments_before = set(_list_segments())
+        self._segments: set[str] = set()  # those that were seen in use
         super().__init__(log, *arguments, env={"TMPDIR": str(self.temporary)} | (env or {}))
 
     # --- its processes ---
@@ -81,6 +81,7 @@ class Victim(ServerProcess):
     def hurt(self, name: str, signum: int = signal.SIGKILL) -> float:
         """Send a signal to the one with this name or number; the answer is when."""
         pid = int(name) if name.isdecimal() else self.find(name)
+        self._segments |= {name for pid in self.list_processes() for name in _list_mapped(pid)}
         now = time.monotonic()
         os.kill(pid, signum)
         return now
@@ -110,10 +111,9 @@ class Victim(ServerProcess):
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _look(self) -> Leftovers:
-        segments = set(_list_segments()) - self._segments_before
         return Leftovers(
             tuple(self.list_processes().values()),
-            tuple(sorted(segments - _list_mapped())) if segments else (),
+            tuple(sorted(name for name in self._segments if (_SEGMENTS / name).exists())),
             tuple(sorted(str(p.relative_to(self.temporary)) for p in self._list_files())),
         )
 
@@ -130,17 +130,10 @@ def _get_name(process: psutil.Process) -> str:
     return line
 
 
-def _list_segments() -> list[str]:
-    return os.listdir(_SEGMENTS) if _SEGMENTS.is_dir() else []
-
-
-def _list_mapped() -> set[str]:
-    """Segments that a living process uses: other servers run beside this one."""
-    mapped = set()
-    for process in psutil.process_iter():
-        try:
-            paths = [entry.path for entry in process.memory_maps()]
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-        mapped |= {Path(path).name for path in paths if path.startswith(str(_SEGMENTS))}
-    return mapped
+def _list_mapped(pid: int) -> list[str]:
+    """Shared-memory segments that a process uses."""
+    try:
+        paths = [Path(entry.path) for entry in psutil.Process(pid).memory_maps()]
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+    return [path.name for path in paths if path.parent == _SEGMENTS]
