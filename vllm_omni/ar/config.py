@@ -88,6 +88,7 @@ class ARModel:
         limits = {"video": 0} if self.reads_images else {"video": 0, "image": 0}
         defaults = CUDA_ENGINE_ARGS if current_platform.is_cuda() else CPU_ENGINE_ARGS
         args = {
+            "load_format": "safetensors",  # "auto" would also unpickle a .bin
             "limit_mm_per_prompt": limits,
             "structured_outputs_config": dict(STRUCTURED_OUTPUTS),
             **defaults,

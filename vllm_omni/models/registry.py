@@ -54,7 +54,7 @@ def get_model_spec(model: str | Path) -> ModelSpec:
     """The spec for a checkpoint folder in diffusers layout."""
     index = read_json(Path(model), "model_index.json")
     pipeline_class = index.get("_class_name")
-    if pipeline_class not in MODELS:
+    if not isinstance(pipeline_class, str) or pipeline_class not in MODELS:
         raise ModelLoadError(
             f"{model} holds a {pipeline_class!r}, for which there is no code here: "
             f"one of {', '.join(MODELS)}"
