@@ -142,7 +142,7 @@ def load_whole(component_class: Any, folder: Path, dtype: torch.dtype, device: t
         raise
     except Exception as error:  # of whatever kind: diffusers, transformers and safetensors differ
         cause = " ".join(str(error).split())[:_MAX_CAUSE]
-        raise ModelLoadError(f"cannot load {folder}: {cause}") from error
+        raise ModelLoadError(f"cannot load {folder.name} from {folder.parent}: {cause}") from error
     for problem in ("missing", "mismatched"):
         if names := sorted(map(str, outcome[f"{problem}_keys"])):
             raise ModelLoadError(f"{folder} is broken: the tensor {names[0]} is {problem}")
