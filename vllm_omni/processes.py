@@ -46,7 +46,8 @@ def watch_parent() -> None:
 
 
 def show_stacks_when_asked() -> None:
-    """See `SHOW_STACKS`; works while the interpreter is stuck, but not in a stopped process."""
+    """See `SHOW_STACKS`, and in a crash; also while the interpreter is stuck, not while stopped."""
+    faulthandler.enable()
     faulthandler.register(SHOW_STACKS, all_threads=True, chain=False)
 
 

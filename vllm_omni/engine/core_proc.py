@@ -253,7 +253,9 @@ class OmniEngineCoreProc(WatchedCoreProc, DiffusionCoreInVllm):
     def add_request(self, request: DiffusionRequest[Any], request_wave: int = 0) -> None:
         try:
             self.core.add_request(request)
-        except OmniRequestError as error:
+        except Exception as error:  # of whatever kind: only this request has been touched
+            if not isinstance(error, OmniRequestError):
+                logger.exception("request %s cannot be taken in", request.request_id)
             output = OmniEngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],

@@ -46,10 +46,13 @@ from vllm_omni.engine.supervised_core import SupervisedCore
 from vllm_omni.engine.supervisor import Death, RestartPolicy, Supervisor
 from vllm_omni.errors import EngineDeadError, EngineError
 from vllm_omni.outputs import EngineCoreOutput, FinishReason
+from vllm_omni.run_folder import get_run_folder, sweep
 
 
 def start_stages(config: OmniConfig) -> list[StageClient]:
     """Start a process for each stage, all at once, and wait until each has loaded its model."""
+    sweep()
+    get_run_folder()  # with who takes it away, before there is anything in it
     start_forkserver()
     clients: list[ProcStageClient] = []
     try:
@@ -72,7 +75,9 @@ class ProcStageClient(StageClient):
         """To be called last: the supervisor begins at once."""
         super().__init__(stage)
         self.name = f"stage {stage.stage_id} ({stage.engine_type})"
-        self.core = SupervisedCore(self.name, self._note_news, self._report_garbage)
+        self.core = SupervisedCore(
+            self.name, self._note_news, self._note_answer, self._report_garbage
+        )
         self.supervisor = Supervisor(
             self.name,
             RestartPolicy.from_config(config),
@@ -152,6 +157,9 @@ class ProcStageClient(StageClient):
     def _note_news(self) -> None:
         if (process := self.supervisor.process) is not None:
             process.sockets.remove()  # both ends are connected: nobody else is to come
+
+    def _note_answer(self) -> None:
+        self.supervisor.note_answer()
 
     def _report_garbage(self, cause: str) -> None:
         self.supervisor.condemn(cause)

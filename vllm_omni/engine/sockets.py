@@ -5,19 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from vllm_omni import envs
+from vllm_omni.run_folder import get_run_folder
 
 
 class SocketFolder:
     """A folder for the sockets of one process, which only this user can look into.
 
-    Once both ends are connected it goes away: nobody can come after that, and nothing is left
-    behind, whatever ends the processes.
+    Once both ends are connected it goes away: nobody can come after that.
     """
 
     def __init__(self) -> None:
-        # mode 0700
-        self._folder = TemporaryDirectory(prefix="vllm-omni-", dir=envs.socket_folder())
+        self._folder = TemporaryDirectory(dir=get_run_folder())  # mode 0700
         self.is_removed = False
 
     @property

@@ -34,13 +34,18 @@ class SupervisedCore:
     Args:
         name: of the stage, for messages.
         on_news: called when a process has said something for the first time.
+        on_answer: called when a request has been answered.
         on_garbage: what the process that runs now says cannot be read.
     """
 
     engine_ranks_managed = (0,)
 
     def __init__(
-        self, name: str, on_news: Callable[[], None], on_garbage: Callable[[str], None]
+        self,
+        name: str,
+        on_news: Callable[[], None],
+        on_answer: Callable[[], None],
+        on_garbage: Callable[[str], None],
     ) -> None:
         self.name = name
         self.journal: dict[str, Entry] = {}  # in the order of arrival
@@ -48,7 +53,7 @@ class SupervisedCore:
         self.num_replayed = 0
         self.num_refused = 0
         self.resources = SimpleNamespace(engine_dead=False)  # `AsyncLLM` looks here
-        self._on_news = on_news
+        self._on_news, self._on_answer = on_news, on_answer
         self._on_garbage = on_garbage
         self._is_up = asyncio.Event()  # or never will be
         self._client: AsyncMPClient | None = None
@@ -279,6 +284,7 @@ class SupervisedCore:
                 kept.append(output)
             if output.finished:
                 del self.journal[output.request_id]
+                self._on_answer()
             if output.finished or entry.clear():
                 self._send_soon()
         outputs.outputs = kept

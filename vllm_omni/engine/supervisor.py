@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _PERIOD = 0.2  # seconds between looks at a process that is there
 _LOOK_PERIOD = 1.0  # and between closer ones, which take longer
 _BACK_OFF = 0.1  # seconds before the second start in a row, doubled for each one more
-_MAX_BACK_OFF = 30.0
+_MAX_BACK_OFF = 10.0
 _IDLE_CPU = 0.05  # of one processor: whoever uses less waits for something
 _STACKS_TIME = 0.5  # seconds to write the stacks down
 
@@ -113,6 +113,7 @@ class Supervisor(Generic[ProcessT]):
         self._on_death, self._on_failed = on_death, on_failed
         self._error: EngineError | None = None  # why it has never come up
         self._deaths: deque[float] = deque()  # when; within the window
+        self._num_in_a_row = 0  # of them, without an answer in between
         self._verdict = ""  # of somebody else: the process is to be killed for it
         self._stop = threading.Event()
         self._is_settled = threading.Event()  # up for the first time, or never
@@ -139,6 +140,10 @@ class Supervisor(Generic[ProcessT]):
         self._is_settled.wait()
         if self._error is not None:
             raise self._error
+
+    def note_answer(self) -> None:
+        """The process has done what it is there for: when it dies, it is started at once."""
+        self._num_in_a_row = 0
 
     def condemn(self, cause: str) -> None:
         """Have the process killed: it does not say what it should."""
@@ -219,8 +224,9 @@ class Supervisor(Generic[ProcessT]):
                 f"at last of this: {death.cause}"
             )
             return
-        if len(self._deaths) > 1:
-            self._stop.wait(min(_BACK_OFF * 2 ** len(self._deaths), _MAX_BACK_OFF))
+        if self._num_in_a_row > 0:
+            self._stop.wait(min(_BACK_OFF * 2**self._num_in_a_row, _MAX_BACK_OFF))
+        self._num_in_a_row += 1
 
     def _give_up(self, cause: str) -> None:
         error = EngineDeadError(f"{self.name} is given up: {cause}")

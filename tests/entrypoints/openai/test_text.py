@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -263,8 +265,10 @@ def test_a_server_without_a_model_that_writes(checkpoint: MakeCheckpoint) -> Non
         llm.shutdown()
 
 
-def test_an_engine_that_dies(checkpoint: MakeCheckpoint) -> None:
-    inner = InnerServer(checkpoint(0), vllm_config={"max_model_len": 1024})
+def test_an_engine_that_dies_goes_on_once_restarted_and_ends_once_given_up(
+    checkpoint: MakeCheckpoint,
+) -> None:
+    inner = InnerServer(checkpoint(0), vllm_config={"max_model_len": 1024}, max_restarts=1)
     try:
         with inner.serve() as served:
             url = f"{served.url}/v1"
@@ -273,8 +277,16 @@ def test_an_engine_that_dies(checkpoint: MakeCheckpoint) -> None:
                     model="tiny", stream=True, extra_body=ENDLESS, messages=say("x")
                 )
                 next(iter(events))
-                client_of_ar: Any = inner.llm.clients[0]
-                client_of_ar.process.processes[0].kill()
+                first = inner.llm.clients[0].health
+                assert first.pid is not None
+                os.kill(first.pid, signal.SIGKILL)
+                for _ in events:
+                    if inner.llm.clients[0].health.num_restarts:
+                        break
+                again = inner.llm.clients[0].health
+                assert again.pid is not None and again.pid != first.pid
+                next(iter(events))
+                os.kill(again.pid, signal.SIGKILL)
                 with pytest.raises(openai.APIError, match="the engine is not available"):
                     for _ in events:
                         pass

@@ -1,0 +1,282 @@
+"""What was accepted is answered, whatever happens to the process that works on it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.drawing import MakeCheckpoint
+from tests.engine.faulty import EXIT, RAISE, REFUSED, SEGFAULT, WAIT, FaultyCoreProc
+from vllm_omni import DiffusionParams, OmniAsyncLLM, OmniRequest
+from vllm_omni.config import DiTConfig, StageConfig
+from vllm_omni.engine import process_client
+from vllm_omni.errors import DeadlineExceededError, StageExecutionError
+from vllm_omni.outputs import FinishReason, OmniOutput, StepStats
+
+Pixels = np.ndarray[Any, Any]
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+PARAMS = DiffusionParams(height=64, width=64, num_inference_steps=60)
+HANG_TIMEOUT = 3.0
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """A system belongs to one event loop."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: MakeCheckpoint, run: Run) -> Iterator[OmniAsyncLLM]:
+    """One stage that draws, and that dies when it is asked to."""
+    stage = StageConfig(
+        stage_id=1,
+        engine_type="diffusion",
+        model_path=str(checkpoint(0)),
+        dit_config=DiTConfig(device="cpu"),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_client, "OmniEngineCoreProc", FaultyCoreProc)
+        llm = OmniAsyncLLM.from_vllm_config(
+            stage_configs=[stage],
+            mode="process",
+            max_restarts=100,
+            hang_timeout=HANG_TIMEOUT,
+            snapshot_every=5,
+        )
+        yield llm
+
+        async def shutdown() -> None:
+            llm.shutdown()
+
+        run(shutdown())
+
+
+async def draw(llm: OmniAsyncLLM, seed: int, **changes: Any) -> OmniOutput:
+    """The last output; progress never goes back, and no step is told twice."""
+    params = replace(PARAMS, seed=seed, **changes)
+    steps: list[int] = []
+    async for output in llm.generate(OmniRequest(prompt=f"a cat, {seed}", params=params)):
+        if not output.finished:
+            steps.append(output.step)
+    assert steps == sorted(set(steps))
+    return output
+
+
+async def draw_all(llm: OmniAsyncLLM, seeds: range, **changes: Any) -> list[Pixels]:
+    answers = await asyncio.gather(*(draw(llm, seed, **changes) for seed in seeds))
+    return [np.asarray(answer.images[0]) for answer in answers]
+
+
+def assert_same(drawn: list[Pixels], expected: list[Pixels]) -> None:
+    """In other company the last bit of a sum can be another, and a colour one of 255 brighter."""
+    for one, other in zip(drawn, expected, strict=True):
+        assert np.abs(one.astype(int) - other).max() <= 1
+
+
+def get_pid(llm: OmniAsyncLLM) -> int:
+    pid = llm.stage_health()[1].pid
+    assert pid is not None
+    return pid
+
+
+async def wait_for_state(llm: OmniAsyncLLM, state: str, seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        while llm.stage_health()[1].state != state:
+            await asyncio.sleep(0.005)
+
+
+def count_steps(llm: OmniAsyncLLM) -> list[int]:
+    """A list to which the stage adds the steps that requests have taken."""
+    counts: list[int] = []
+
+    def note(stats: StepStats) -> None:
+        counts.append(stats.num_computed_steps)
+
+    [client] = llm.clients
+    client.on_step = note
+    return counts
+
+
+async def reach(counts: list[int], num_steps: int) -> None:
+    async with asyncio.timeout(60):
+        while sum(counts) < num_steps:
+            await asyncio.sleep(0.002)
+
+
+def test_pixels_of_a_stage_that_is_killed_are_those_of_one_that_is_not(
+    llm: OmniAsyncLLM, run: Run
+) -> None:
+    async def main() -> None:
+        seeds = range(8)
+        before = llm.stage_health()[1]
+        undisturbed = await draw_all(llm, seeds)
+        counts = count_steps(llm)
+        tasks = asyncio.create_task(draw_all(llm, seeds))
+        await reach(counts, 8 * 22)
+        os.kill(get_pid(llm), signal.SIGKILL)
+        killed = time.monotonic()
+        await wait_for_state(llm, "restarting")
+        assert time.monotonic() - killed < 1
+        await wait_for_state(llm, "ready")
+        assert time.monotonic() - killed < 15
+        assert_same(await tasks, undisturbed)
+        after = llm.stage_health()[1]
+        assert after.num_restarts == before.num_restarts + 1
+        assert after.num_replayed == before.num_replayed + 8
+        assert after.num_refused == before.num_refused
+        assert "SIGKILL" in after.cause and after.pid != before.pid
+        # From their snapshots, not from the beginning.
+        num_steps = PARAMS.num_inference_steps
+        assert num_steps is not None and sum(counts) < 8 * (num_steps + 15)
+
+    run(main())
+
+
+def test_with_a_step_cache_it_begins_again(llm: OmniAsyncLLM, run: Run) -> None:
+    """What a cache has stored is not in a snapshot; the picture is the same for all that."""
+
+    async def main() -> None:
+        cache = {"cache": "first_block"}
+        undisturbed = await draw_all(llm, range(3), **cache)
+        counts = count_steps(llm)
+        tasks = asyncio.create_task(draw_all(llm, range(3), **cache))
+        await reach(counts, 3 * 30)
+        os.kill(get_pid(llm), signal.SIGKILL)
+        assert_same(await tasks, undisturbed)
+        assert sum(counts) > 3 * 85
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", [SEGFAULT, EXIT, RAISE])
+def test_a_request_that_kills_the_stage_twice_is_refused_and_no_other(
+    llm: OmniAsyncLLM, run: Run, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        undisturbed = await draw_all(llm, range(3))
+        before = llm.stage_health()[1]
+        drawing = asyncio.create_task(draw_all(llm, range(3)))
+        with pytest.raises(StageExecutionError, match="died twice while it worked on this"):
+            await draw(llm, seed)
+        assert_same(await drawing, undisturbed)
+        after = llm.stage_health()[1]
+        assert after.num_restarts == before.num_restarts + 2
+        assert after.num_refused == before.num_refused + 1
+
+    run(main())
+    assert any("is refused" in record.message for record in caplog.records)
+
+
+def test_a_step_that_waits_for_ever_is_noticed(llm: OmniAsyncLLM, run: Run, capfd: Any) -> None:
+    async def main() -> None:
+        drawing = asyncio.create_task(draw_all(llm, range(2)))
+        start = time.monotonic()
+        waiting = asyncio.create_task(draw(llm, WAIT))
+        await wait_for_state(llm, "restarting")
+        assert time.monotonic() - start < HANG_TIMEOUT + 10
+        assert "no progress" in llm.stage_health()[1].cause
+        with pytest.raises(StageExecutionError, match="no progress"):
+            await waiting
+        assert len(await drawing) == 2
+
+    run(main())
+    assert "in _act" in capfd.readouterr().err  # where it waits
+
+
+def test_a_stopped_process_is_noticed_and_no_request_is_to_blame(
+    llm: OmniAsyncLLM, run: Run
+) -> None:
+    async def main() -> None:
+        undisturbed = await draw_all(llm, range(2))
+        before = llm.stage_health()[1]
+        counts = count_steps(llm)
+        drawing = asyncio.create_task(draw_all(llm, range(2)))
+        await reach(counts, 20)
+        os.kill(get_pid(llm), signal.SIGSTOP)
+        stopped = time.monotonic()
+        await wait_for_state(llm, "restarting")
+        assert time.monotonic() - stopped < HANG_TIMEOUT + 2
+        assert "stopped" in llm.stage_health()[1].cause
+        assert_same(await drawing, undisturbed)
+        assert llm.stage_health()[1].num_refused == before.num_refused
+
+    run(main())
+
+
+def test_a_request_that_the_stage_cannot_take_in_fails_alone(llm: OmniAsyncLLM, run: Run) -> None:
+    async def main() -> None:
+        before = llm.stage_health()[1].num_restarts
+        drawing = asyncio.create_task(draw_all(llm, range(2)))
+        with pytest.raises(StageExecutionError):
+            await draw(llm, REFUSED)
+        assert len(await drawing) == 2
+        assert llm.stage_health()[1].num_restarts == before
+
+    run(main())
+
+
+def test_while_the_stage_restarts_requests_wait_are_aborted_and_run_out_of_time(
+    llm: OmniAsyncLLM, run: Run
+) -> None:
+    async def main() -> None:
+        counts = count_steps(llm)
+        started = OmniRequest(prompt="a cat", params=replace(PARAMS, seed=1))
+
+        async def collect() -> OmniOutput:
+            async for output in llm.generate(started):  # noqa: B007
+                pass
+            return output
+
+        aborted = asyncio.create_task(collect())
+        await reach(counts, 10)
+        os.kill(get_pid(llm), signal.SIGKILL)
+        await wait_for_state(llm, "restarting")
+        late = asyncio.create_task(draw(llm, 2))
+        with pytest.raises(DeadlineExceededError):
+            await draw(llm, 3, deadline=0.01)
+        await llm.abort(started.request_id)
+        assert (await aborted).finish_reason is FinishReason.ABORT
+        assert len((await late).images) == 1
+        await llm.check_health()
+        [client] = llm.clients
+        assert not client.core.journal  # type: ignore[attr-defined]
+
+    run(main())
+
+
+def test_a_worker_process_is_watched_too(checkpoint: MakeCheckpoint) -> None:
+    stage = StageConfig(
+        stage_id=1,
+        engine_type="diffusion",
+        model_path=str(checkpoint(0)),
+        dit_config=DiTConfig(device="cpu", worker_processes=1),
+    )
+
+    async def main() -> None:
+        llm = OmniAsyncLLM.from_vllm_config(stage_configs=[stage], mode="process")
+        try:
+            undisturbed = await draw_all(llm, range(2))
+            counts = count_steps(llm)
+            drawing = asyncio.create_task(draw_all(llm, range(2)))
+            await reach(counts, 20)
+            [worker] = psutil.Process(get_pid(llm)).children()
+            worker.kill()
+            await wait_for_state(llm, "restarting")
+            assert_same(await drawing, undisturbed)
+            assert "SIGKILL" in llm.stage_health()[1].cause
+            assert llm.stage_health()[1].num_refused == 0
+        finally:
+            llm.shutdown()
+
+    asyncio.run(main())
