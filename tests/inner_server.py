@@ -58,6 +58,7 @@ class InnerServer:
 
     async def _serve(self, config: ServerConfig) -> Served:
         app = OmniApp(config, self.llm, MODEL)
+        app.jobs.resume()
         listener = create_server((config.host, 0))
         listener.setsockopt(SOL_SOCKET, SO_SNDBUF, 16 * 2**10)  # what is not read waits in the app
         server = uvicorn.Server(make_uvicorn_config(app))

@@ -24,9 +24,9 @@ import pytest
 from tests.asking import Got, make_head, talk
 from tests.drawing import MakeCheckpoint
 from tests.serving import ServerProcess
-from vllm_omni.config import DiTConfig
-from vllm_omni.entrypoints.cli.main import main
-from vllm_omni.entrypoints.cli.serve import INTERRUPTED
+from vllm_omni.config import DiTConfig, OmniConfig
+from vllm_omni.entrypoints.cli.main import main, make_parser
+from vllm_omni.entrypoints.cli.serve import INTERRUPTED, _make_omni_config
 from vllm_omni.entrypoints.openai.config import ServerConfig
 
 COMMAND = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve"]
@@ -52,7 +52,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "how much one request may ask for",
         "how long things last",
         "what it tells",
+        "supervision of stages, in process mode",
         "diffusion engine",
+        "settings for GPUs",
         "examples",
     ]
     assert max(len(line) for line in text.splitlines()) <= 100
@@ -68,10 +70,26 @@ def test_every_setting_has_an_option(
         main(["serve", "--help"])
     text = capsys.readouterr().out
     left_out = {"model", "model_type", "stage_id", "load_text_encoder", "cache_config"}
+    left_out.add("snapshot_steps")  # what --snapshot-every says
     for field in fields(config_class):
         option = "--" + field.name.replace("_", "-")
         found = re.search(rf"^  {option.removesuffix('s')}s?[ ,\n]", text, re.MULTILINE)
         assert (found is not None) == (field.name not in left_out), field.name
+
+
+def test_supervision_has_its_options() -> None:
+    args = make_parser().parse_args(["serve", "--max-restarts", "0", "--hang-timeout", "2.5"])
+    config = _make_omni_config(args)
+    assert (config.max_restarts, config.hang_timeout) == (0, 2.5)
+    assert config.snapshot_every == OmniConfig().snapshot_every
+
+
+def test_priorities_count_by_default() -> None:
+    """Where nobody gives any, it is first come, first served."""
+    for arguments, policy in (([], "priority"), (["--policy", "fcfs"], "fcfs")):
+        config = _make_omni_config(make_parser().parse_args(["serve", *arguments]))
+        [dit_config] = [stage.dit_config for stage in config.stage_configs if stage.dit_config]
+        assert dit_config.policy == policy
 
 
 def run_serve(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, float]:
@@ -181,7 +199,8 @@ def test_signal_while_it_loads(checkpoint: MakeCheckpoint, signum: int, delay: f
         os.killpg(process.pid, signum)  # as a terminal does
         output, _ = process.communicate(timeout=60)
     # Where everything is slow, it had not got as far as to handle it.
-    assert process.returncode in (INTERRUPTED, -signum)
+    expected = 0 if signum == signal.SIGTERM else INTERRUPTED
+    assert process.returncode in (expected, -signum)
     assert b"Traceback" not in output and b"error" not in output.lower()
     assert psutil.wait_procs(family, timeout=30)[1] == []
 

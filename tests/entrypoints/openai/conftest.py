@@ -34,7 +34,7 @@ def inner(checkpoint: MakeCheckpoint) -> Iterator[InnerServer]:
 @pytest.fixture(scope="module")
 def served(inner: InnerServer) -> Iterator[Served]:
     """A server over it."""
-    with inner.serve(max_num_queued=24) as served:
+    with inner.serve(max_num_queued=24, max_num_running=24) as served:
         yield served
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from socket import AF_INET, SO_RCVBUF, SO_SNDBUF, SOCK_STREAM, SOL_SOCKET, create_server, socket
@@ -261,6 +262,99 @@ def test_who_reads_slowly_gets_everything(large: tuple[LargeAnswers, int]) -> No
     with send_from_afar(port, make_head("GET", "/")) as connection:
         assert read(connection, 2**13, 0.03) > 2 * LARGE
     assert app.num_waiting == 0 and time.monotonic() - start > 2  # many times the limit
+
+
+class SmallAnswers:
+    """Answers with a little, at once or when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+        self.num_waiting = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_waiting += 1
+        while scope["path"] == "/later" and not self.may_answer.is_set():
+            await asyncio.sleep(0.01)
+        self.num_waiting -= 1
+        body = b"x" * int(scope["query_string"] or 1)
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture
+def few() -> Iterator[tuple[SmallAnswers, uvicorn.Server, int]]:
+    """An app to which four connections may be open, its server and its port."""
+    app = SmallAnswers()
+    settings = ServerConfig(max_connections=4, send_timeout=0.5)
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, settings),  # type: ignore[arg-type]
+        log_config=None,
+        lifespan="off",
+    )
+    server = uvicorn.Server(config)
+    with create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(SOL_SOCKET, SO_SNDBUF, 2**12)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield app, server, listener.getsockname()[1]
+        app.may_answer.set()
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_connections_are_bounded(few: tuple[SmallAnswers, uvicorn.Server, int]) -> None:
+    """Who waits for an answer keeps its connection; one more is told, and all is well after."""
+    app, server, port = few
+    with ExitStack() as stack:
+        working = [stack.enter_context(open_connection(port)) for _ in range(4)]
+        for connection in working:
+            connection.sendall(make_head("GET", "/later"))
+        wait_until(lambda: app.num_waiting == 4)
+        for _ in range(3):
+            got = talk(port, make_head("GET", "/"))
+            assert (got.status, got.error["code"]) == (503, "too_many_connections")
+            assert int(got.headers["retry-after"]) > 0
+        app.may_answer.set()
+        assert [read_answer(connection).status for connection in working] == [200] * 4
+        assert talk(port, make_head("GET", "/")).status == 200  # they are idle: one gives way
+    wait_until(lambda: not server.server_state.connections)
+
+
+def test_idle_connections_give_way(few: tuple[SmallAnswers, uvicorn.Server, int]) -> None:
+    """However many are opened and left lying, who asks is answered."""
+    _, server, port = few
+    with ExitStack() as stack:
+        idle = [stack.enter_context(open_connection(port)) for _ in range(50)]
+        for connection in idle[:40]:
+            connection.sendall(b"GET / HT")
+        for _ in range(5):
+            assert talk(port, make_head("GET", "/")).status == 200
+        assert len(server.server_state.connections) <= 5
+        assert idle[0].recv(1) == b""
+
+
+def test_who_does_not_read_the_last_of_it_is_cut_off(
+    few: tuple[SmallAnswers, uvicorn.Server, int],
+) -> None:
+    """However little it is: it would keep its connection for ever."""
+    _, server, port = few
+    with send_from_afar(port, make_head("GET", "/?60000")):
+        wait_until(lambda: any(one.has_unsent for one in get_connections(server)))
+        wait_until(lambda: not server.server_state.connections)
+
+
+def get_connections(server: uvicorn.Server) -> list[Connection]:
+    return [one for one in list(server.server_state.connections) if isinstance(one, Connection)]
 
 
 # --- slow readers of pictures ---

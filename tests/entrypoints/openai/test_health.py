@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.inner_server import InnerServer, Served
+from vllm_omni.engine.stage_client import StageHealth
 from vllm_omni.outputs import StepStats
 
 STAGES = {"ar:0": "ok", "diffusion:1": "ok"}
@@ -36,6 +38,46 @@ def test_from_start_to_end(inner: InnerServer, cold: Served) -> None:
     assert [probe(cold, path) for path in paths] == [(200, "ok")] * 3
     health.is_stopping = True
     assert [probe(cold, path) for path in paths] == [(200, "ok"), (200, "ok"), (503, "stopping")]
+
+
+def test_stages(cold: Served) -> None:
+    for stage_id, name in enumerate(STAGES):
+        response = httpx.get(f"{cold.url}/health/stages/{stage_id}", timeout=60)
+        report = response.json()
+        assert (response.status_code, report["name"], report["status"]) == (200, name, "ok")
+        assert report["num_restarts"] == report["num_replayed"] == report["num_refused"] == 0
+    for other, status in ((2, 404), (-1, 400), ("x", 400)):
+        response = httpx.get(f"{cold.url}/health/stages/{other}", timeout=60)
+        assert response.status_code == status and "error" in response.json()
+
+
+@pytest.mark.parametrize("state", ["starting", "restarting", "failed"])
+def test_stage_that_does_not_work(
+    cold: Served, monkeypatch: pytest.MonkeyPatch, state: Any
+) -> None:
+    """What its supervisor says of it is what is told."""
+    last = cold.app.llm.clients[-1]
+    down = StageHealth(state, num_restarts=2, num_replayed=3, num_refused=1, cause="/a secret")
+    monkeypatch.setattr(type(last), "health", property(lambda _: down))
+    cold.app.health.is_warm = True
+    for path in ("/health", "/health/ready"):
+        response = httpx.get(f"{cold.url}{path}", timeout=60)
+        assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+        assert response.json() == {
+            "status": "unavailable",
+            "stages": {"ar:0": "ok", "diffusion:1": state},
+        }
+    response = httpx.get(f"{cold.url}/health/stages/1", timeout=60)
+    assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+    assert response.json() == {
+        "name": "diffusion:1",
+        "status": state,
+        "num_restarts": 2,
+        "num_replayed": 3,
+        "num_refused": 1,
+        "seconds_since_beat": None,
+    }
+    assert httpx.get(f"{cold.url}/health/live", timeout=60).status_code == 200
 
 
 def test_warm_up_reaches_the_last_stage(inner: InnerServer, cold: Served) -> None:

@@ -239,7 +239,7 @@ class Stores:
         self.store = JobStore(service, self.clock)
 
     def add(self, body: dict[str, Any]) -> JobRecord:
-        return self.inner.look(lambda: self.store.add(ImageJobRequest(**body), ""))
+        return self.inner.call(self.store.add(ImageJobRequest(**body), ""))
 
     def finish(self, body: dict[str, Any] = SHORT) -> JobRecord:
         job = self.add(body)

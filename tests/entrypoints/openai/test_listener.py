@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from vllm_omni.entrypoints.openai.config import ServerConfig
@@ -41,3 +44,19 @@ def test_port_in_use() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(EngineError, match=f"127.0.0.1:{port}: Address already in use"):
             open_socket(ServerConfig(port=port))
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [(256, 20_000, (10_000, 10_512)), (256, 4096, (3584, 4096)), (64, 600, (300, 600))],
+)
+def test_files_that_connections_need(soft: int, hard: int, expected: tuple[int, int]) -> None:
+    """As many as the system allows, and in a process of its own: it cannot be taken back."""
+    code = (
+        "import resource\n"
+        "from vllm_omni.entrypoints.openai.listener import fit_to_file_limit\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+        "print(fit_to_file_limit(10_000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [str(number) for number in expected]

@@ -18,9 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.metrics import loggers
 
 from tests.timelines import STAGES, create_span, create_step, create_timeline
-from vllm_omni.engine.stage_client import StageClient
+from vllm_omni.engine.stage_client import StageClient, StageHealth
 from vllm_omni.entrypoints.openai.metrics import ServerMetrics, make_router
-from vllm_omni.errors import EngineDeadError
 from vllm_omni.outputs import FinishReason
 
 ROOT = Path(__file__).parents[3]
@@ -196,17 +195,13 @@ def test_what_clients_choose_is_no_label(metrics: ServerMetrics) -> None:
 class StubClient(StageClient):
     """A stage that is as well as a test says."""
 
-    error: EngineDeadError | None = None
-    delay = 0.0
+    health = StageHealth("ready")
 
     async def add_request(self, request: Any) -> None: ...
 
     async def abort(self, request_ids: Iterable[str]) -> None: ...
 
-    async def check_health(self) -> None:
-        await asyncio.sleep(self.delay)
-        if self.error is not None:
-            raise self.error
+    async def check_health(self) -> None: ...
 
     async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         return []
@@ -231,29 +226,27 @@ def test_stages_up_and_down(metrics: ServerMetrics) -> None:
     metrics.observe_step(1, create_step(0.0, num_running=2, num_waiting=1))
     fetch(metrics, clients)
     assert read(metrics, "stage_up", **STAGE) == 1
-    clients[1].error = EngineDeadError("gone")
+    clients[1].health = StageHealth("restarting", num_replayed=3)
     fetch(metrics, clients)
     assert read(metrics, "stage_up", **STAGE) == 0
     assert read(metrics, "stage_up", stage="ar:0") == 1
     assert read(metrics, "requests_running", **STAGE) == 0
     assert read(metrics, "requests_waiting", **STAGE) == 0
     assert read(metrics, "stage_restarts_total", **STAGE) == 0
-    clients[1].error = None
+    clients[1].health = StageHealth("ready", num_restarts=2, num_replayed=5, num_refused=1)
     for _ in range(2):
         fetch(metrics, clients)
     assert read(metrics, "stage_up", **STAGE) == 1
-    assert read(metrics, "stage_restarts_total", **STAGE) == 1
+    # What happened between two looks is not missed.
+    assert read(metrics, "stage_restarts_total", **STAGE) == 2
+    assert read(metrics, "requests_replayed_total", **STAGE) == 5
+    assert read(metrics, "requests_refused_total", **STAGE) == 1
 
 
-def test_a_stage_that_does_not_answer_does_not_hold_up_the_others(metrics: ServerMetrics) -> None:
-    clients = [StubClient(stage) for stage in STAGES]
-    clients[0].error = EngineDeadError("gone")
-    clients[1].delay = 60.0
-    start = time.monotonic()
-    assert fetch(metrics, clients).status_code == 200
-    assert time.monotonic() - start < 5.0
-    assert read(metrics, "stage_up", stage="ar:0") == 0
-    assert read(metrics, "stage_up", **STAGE) == 1  # it steps, for all we know
+def test_requests_that_were_not_let_in(metrics: ServerMetrics) -> None:
+    assert read(metrics, "requests_shed_total", reason="cost") == 0
+    metrics.observe_shed("cost")
+    assert read(metrics, "requests_shed_total", reason="cost") == 1
 
 
 # --- the text ---

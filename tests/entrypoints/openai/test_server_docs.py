@@ -15,6 +15,7 @@ from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES
 from vllm_omni.entrypoints.openai.image_params import QUALITY_STEPS, get_quality
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, Quality
 
+OTHERS = ("policy", "help", "max_num_seqs", "max_restarts")  # options that are the engine's
 PAGE = (Path(__file__).parents[3] / "docs" / "server.md").read_text()
 
 
@@ -74,7 +75,7 @@ def test_limits_and_options() -> None:
     singular = {name.removesuffix("s") for name in settings}
     for option in re.findall(r"`--([a-z-]+)", PAGE):
         name = option.replace("-", "_")
-        assert name in settings or name in singular or name in ("policy", "help"), option
+        assert name in settings or name in singular or name in OTHERS, option
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,8 @@ def test_limits_and_options() -> None:
         ("max_prompt_chars", 16384),
         ("max_body_bytes", 16 * 2**20),
         ("max_header_bytes", 64 * 2**10),
+        ("max_connections", 10_000),
+        ("idempotency_ttl", 3600),
         ("max_input_images", 4),
         ("max_input_pixels", 4096 * 4096),
         ("max_tokens", 4096),

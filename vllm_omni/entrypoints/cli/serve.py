@@ -10,23 +10,28 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import setproctitle
 import yaml
 
 from vllm_omni import envs, logs
-from vllm_omni.config import DEMO, DiTConfig, OmniConfig
+from vllm_omni.config import DEMO, SUPERVISION, DiTConfig, OmniConfig
 from vllm_omni.entrypoints.cli.settings import add_settings, read_settings
 from vllm_omni.entrypoints.openai.config import ServerConfig
-from vllm_omni.entrypoints.openai.listener import open_socket
+from vllm_omni.entrypoints.openai.listener import fit_to_file_limit, open_socket
+from vllm_omni.entrypoints.openai.state_dir import hold_state_dir
 from vllm_omni.errors import ConfigError
 from vllm_omni.importing import fast_imports
 from vllm_omni.models.demo import find_model
 from vllm_omni.models.weights import check_weights
+from vllm_omni.run_folder import get_run_folder
 
+# Clients may give priorities here; where nobody does, it is first come, first served.
+_DIT_DEFAULTS = {"policy": "priority"}
+_NOT_SUPERVISION = [f.name for f in fields(OmniConfig) if f.metadata.get("group") != SUPERVISION]
 INTERRUPTED = 130  # the exit code of a command that was ended before it could do anything
 
 _EPILOG = """\
@@ -78,10 +83,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--seed", metavar="S", type=int, help="requests without a seed draw theirs from this one"
     )
     add_settings(parser, ServerConfig)
+    add_settings(parser, OmniConfig, leave_out=_NOT_SUPERVISION)
     add_settings(
         parser,
         DiTConfig,
         leave_out=("model", "model_type", "stage_id", "load_text_encoder"),
+        defaults=_DIT_DEFAULTS,
         title="diffusion engine",
     )
     parser.set_defaults(run=run)
@@ -95,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(args, ServerConfig)
     settings["api_keys"] = (*settings.get("api_keys", ()), *envs.take_api_keys())
     config = ServerConfig(**settings)
+    config = replace(config, max_connections=fit_to_file_limit(config.max_connections))
     if config.ui:
         from vllm_omni.apps.gradio import require_gradio
 
@@ -103,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
     for stage in omni_config.stage_configs:
         check_weights(find_model(stage.model_path))
     try:
-        with open_socket(config) as listener, TemporaryDirectory(prefix="vllm-omni-") as folder:
-            envs.set_socket_folder(folder)
+        with open_socket(config) as listener, hold_state_dir(config.state_dir):
+            envs.set_socket_folder(str(get_run_folder()))
             logs.configure(config.log_format, args.log_level)
             return _serve(config, omni_config, listener)
     finally:
@@ -115,21 +123,31 @@ def run(args: argparse.Namespace) -> int:
 def _serve(config: ServerConfig, omni_config: OmniConfig, listener: socket.socket) -> int:
     # Until the server runs and handles signals itself, they end this command on the spot. An error
     # in the middle of an import could be taken for its own by whoever imports.
-    with _on_signals(lambda: os._exit(INTERRUPTED)), fast_imports():
+    with _on_signals(_exit), fast_imports():
         from vllm_omni.entrypoints.openai.server import run_server
-    with _on_signals(_interrupt):
-        return asyncio.run(run_server(config, omni_config, listener))
+    try:
+        with _on_signals(_interrupt):
+            return asyncio.run(run_server(config, omni_config, listener))
+    except SystemExit:  # of `_interrupt`
+        return 0
 
 
-def _interrupt() -> NoReturn:
-    raise KeyboardInterrupt
+# Who sends SIGTERM wants the server to end, and it has; Ctrl-C is somebody's change of mind.
+
+
+def _exit(signum: int) -> NoReturn:
+    os._exit(0 if signum == signal.SIGTERM else INTERRUPTED)
+
+
+def _interrupt(signum: int) -> NoReturn:
+    raise SystemExit(0) if signum == signal.SIGTERM else KeyboardInterrupt
 
 
 @contextmanager
-def _on_signals(function: Callable[[], NoReturn]) -> Iterator[None]:
+def _on_signals(function: Callable[[int], NoReturn]) -> Iterator[None]:
     """What SIGTERM and Ctrl-C do for a while."""
     signals = (signal.SIGINT, signal.SIGTERM)
-    before = {one: signal.signal(one, lambda signum, frame: function()) for one in signals}
+    before = {one: signal.signal(one, lambda signum, frame: function(signum)) for one in signals}
     try:
         yield
     finally:
@@ -143,6 +161,7 @@ def _make_omni_config(args: argparse.Namespace) -> OmniConfig:
 
     vllm_config = _read_vllm_args(args.vllm_arg)
     dit_settings = read_settings(args, DiTConfig)
+    supervision = read_settings(args, OmniConfig)
     model = dit_settings.pop("model")
     if args.stage_configs is not None:
         if dit_settings:
@@ -152,7 +171,8 @@ def _make_omni_config(args: argparse.Namespace) -> OmniConfig:
         stages = read_stage_file(args.stage_configs)
         model = stages[-1].model_path if stages else model
     else:
-        stages = derive_stage_configs(model, dit_config=DiTConfig(**dit_settings))
+        dit_config = DiTConfig(**_DIT_DEFAULTS | dit_settings)
+        stages = derive_stage_configs(model, dit_config=dit_config)
     return OmniConfig(
         model=model,
         mode="process",
@@ -161,6 +181,7 @@ def _make_omni_config(args: argparse.Namespace) -> OmniConfig:
         seed=args.seed,
         vllm_config=vllm_config or None,
         stage_configs=stages,
+        **{name: supervision[name] for name in supervision if name not in _NOT_SUPERVISION},
     )
 
 

@@ -19,9 +19,10 @@ from vllm_omni.entrypoints.openai.protocol import (
     ImagesResponse,
     PartialImageEvent,
 )
+from vllm_omni.entrypoints.openai.retries import HEADER, REPLAYED, Retries, RetryKey
 
 
-def make_router(images: ImageService) -> APIRouter:
+def make_router(images: ImageService, retries: Retries) -> APIRouter:
     """The routes of pictures that are waited for."""
     router = APIRouter(tags=["images"], responses=ERROR_RESPONSES)
 
@@ -31,13 +32,32 @@ def make_router(images: ImageService) -> APIRouter:
         response_model=ImagesResponse,
         responses={200: describe_events(PartialImageEvent, CompletedEvent)},
     )
-    async def generate(body: ImageGenerationRequest, request: Request) -> Any:
+    async def generate(
+        body: ImageGenerationRequest, request: Request, idempotency_key: RetryKey = None
+    ) -> Any:
         url = get_base_url(request)
         state = request.state
         task = images.make_task(body, state.request_id, url, request.headers, state.owner)
+        if idempotency_key is not None:
+            return await generate_once(body, task, request, idempotency_key)
         if body.stream:
             return await start_stream(request, to_events(images, task))
         return to_response(await run_until_disconnect(request, images.generate(task)))
+
+    async def generate_once(
+        body: ImageGenerationRequest, task: ImageTask, request: Request, key: str
+    ) -> Response:
+        if body.stream:
+            message = f"{HEADER} is for answers that come at once: not with stream=true"
+            raise APIError(400, message, HEADER, "invalid_value")
+
+        async def draw() -> bytes:
+            return (await images.generate(task)).model_dump_json().encode()
+
+        work = retries.run(task.owner, key, body, draw)
+        answer, is_known = await run_until_disconnect(request, work)
+        headers = {REPLAYED: "true"} if is_known else None
+        return Response(answer, media_type="application/json", headers=headers)
 
     @router.post("/v1/images/edits", summary="Edit pictures", response_model=ImagesResponse)
     async def edit(

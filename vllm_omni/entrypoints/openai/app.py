@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -32,7 +33,9 @@ from vllm_omni.entrypoints.openai.files import FileStore
 from vllm_omni.entrypoints.openai.health import Health
 from vllm_omni.entrypoints.openai.images import ImageService
 from vllm_omni.entrypoints.openai.jobs import JobStore
+from vllm_omni.entrypoints.openai.journal import JobJournal
 from vllm_omni.entrypoints.openai.metrics import ServerMetrics
+from vllm_omni.entrypoints.openai.retries import Retries
 from vllm_omni.entrypoints.openai.timeline import TimelineStore
 from vllm_omni.entrypoints.openai.tracing import Tracer
 from vllm_omni.params import DiffusionParams
@@ -64,7 +67,10 @@ class OmniApp:
             self.tracer,
         )
         self.text = TextService(config, llm, self.images, model_name)
-        self.jobs = JobStore(self.images)
+        self.images.admission.on_shed = self.metrics.observe_shed
+        self.text.admission.on_shed = lambda _: self.metrics.observe_shed("text")
+        journal = JobJournal(Path(config.state_dir)) if config.state_dir else None
+        self.jobs = JobStore(self.images, journal=journal)
         self.api = self._make_api()
         self.page = mount_page(self.api) if config.ui else None
         self.door = AccessMiddleware(self.api, config, self.metrics.observe_http)
@@ -94,8 +100,9 @@ class OmniApp:
             self.tracer.finish(ended)
 
     def _make_api(self) -> FastAPI:
+        config = self.config
         api = DocumentedAPI(
-            needs_key=bool(self.config.api_keys),
+            needs_key=bool(config.api_keys),
             title="vLLM-omni",
             version=vllm_omni.__version__,
             summary="Models whose answer is more than text, in OpenAI's shapes",
@@ -106,7 +113,7 @@ class OmniApp:
         errors.install(api)
         api.include_router(health.make_router(self.health))
         api.include_router(models.make_router(self.images))
-        api.include_router(api_images.make_router(self.images))
+        api.include_router(api_images.make_router(self.images, Retries(config.idempotency_ttl)))
         api.include_router(jobs.make_router(self.jobs))
         api.include_router(files.make_router(self.images.files))
         api.include_router(chat.make_router(self.text))

@@ -65,9 +65,9 @@ class TextService:
         self._serving: TextServing | None = None
         max_num_running = math.inf
         if self._client is not None:
-            self._get_serving()  # a parser that is not there is known at once
-            scheduler_config = self._client.model.vllm_config.scheduler_config
-            max_num_running = DEFAULT_RUNNING * scheduler_config.max_num_seqs
+            serving = self._get_serving()  # a parser that is not there is known at once
+            max_num_seqs = serving.llm.vllm_config.scheduler_config.max_num_seqs
+            max_num_running = DEFAULT_RUNNING * max_num_seqs
         self.admission = Admission(
             config.max_num_queued, max_num_running=max_num_running, owners=config.owners
         )

@@ -104,6 +104,7 @@ class ServerConfig:
     max_prompt_chars: int = setting(16_384, "most characters of a prompt", _LIMITS)
     max_body_bytes: int = setting(16 * 2**20, "most bytes of a request's body", _LIMITS)
     max_header_bytes: int = setting(64 * 2**10, "most bytes of a request's headers", _LIMITS)
+    max_connections: int = setting(10_000, "most connections at once; then 503", _LIMITS)
     max_input_images: int = setting(4, "most pictures in one chat", _LIMITS)
     max_input_pixels: int = setting(4096 * 4096, "most pixels of a picture that is sent", _LIMITS)
     max_tokens: int = setting(4096, "most tokens that one chat may write", _LIMITS)
@@ -127,6 +128,12 @@ class ServerConfig:
     )
     job_timeout: float = setting(86_400.0, "seconds a job may take, waiting included", _TIMES)
     job_ttl: float = setting(3600.0, "seconds for which a finished job is kept", _TIMES)
+    state_dir: str = setting(
+        "", "folder in which jobs outlive the server; empty: they end with it", _TIMES
+    )
+    idempotency_ttl: float = setting(
+        3600.0, "seconds for which an answer is kept for its Idempotency-Key", _TIMES
+    )
     max_jobs: int = setting(1000, "most jobs kept, finished ones included", _TIMES)
     shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM", _TIMES)
 

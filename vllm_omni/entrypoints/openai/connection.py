@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.openai.errors import APIError
 from vllm_omni.entrypoints.openai.exchange import log_access
 
 _LINGER = 5.0  # seconds for a client to read why it was refused, while it goes on sending
+_MAX_REFUSED = 64  # connections that are told why; further ones are only closed
 _MIN_READ = 2**16  # bytes that a client must read within `send_timeout`
 
 
@@ -33,10 +34,16 @@ class Connection(H11Protocol):
         self._is_refused = False
         self._receiving = _Timer(self.loop)
         self._sending = _Timer(self.loop)
+        self._last_heard = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Whatever is not read is watched, however little: see `pause_writing`.
+        transport.set_write_buffer_limits(high=0)
         self._expect_request()
+        most = self._server_config.max_connections
+        if len(self.connections) > most and not self._close_idle():
+            self._refuse_connection(most)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._receiving.stop()
@@ -47,11 +54,40 @@ class Connection(H11Protocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a part of an answer is still here."""
+        return not self._is_refused and bool(self.transport.get_write_buffer_size())
+
+    # --- how many there are ---
+
+    def _close_idle(self) -> bool:
+        """Make room: close the connection on which nothing was asked for the longest time."""
+        others = [one for one in self.connections if isinstance(one, Connection) and one.is_idle]
+        oldest = min((one for one in others if one is not self), key=_get_last_heard, default=None)
+        if oldest is not None:
+            oldest.transport.abort()
+        return oldest is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for anything on it."""
+        return not (self._is_answering or self._is_refused or self.has_unsent)
+
+    def _refuse_connection(self, most: int) -> None:
+        self._is_refused = True
+        if len(self.connections) > most + _MAX_REFUSED:
+            self.transport.abort()
+        else:
+            message = f"there are too many connections: at most {most}"
+            self._refuse(APIError(503, message, code="too_many_connections"))
+
     # --- what a client sends ---
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        self._last_heard = self.loop.time()
         super().data_received(data)
         # Between two requests uvicorn's own time for idle connections runs, until something comes:
         # the beginning of a request, or the rest of one that is answered already.
@@ -122,6 +158,10 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             self._watch_reader()
+
+
+def _get_last_heard(connection: Connection) -> float:
+    return connection._last_heard
 
 
 class _Timer:

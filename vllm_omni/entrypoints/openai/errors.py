@@ -7,6 +7,7 @@
 431  headers too large
 429  queue full, with Retry-After           503  engine down or not ready, with Retry-After
 504  the request's time is over             500  a stage failed on this request
+507  a job cannot be written to the disk
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
     504: "timeout_error",
+    507: "server_error",
 }
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
@@ -57,6 +59,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         500: "The model failed on this request.",
         503: "The engine is not available; see Retry-After.",
         504: "The request's own time is over.",
+        507: "The job cannot be written to the server's disk.",
     }.items()
 }
 """What every route may answer with, for the OpenAPI document."""
@@ -130,6 +133,11 @@ def engine_down() -> APIError:
 def shutting_down() -> APIError:
     """The answer to whoever comes, or is still there, when the server ends."""
     return APIError(503, "the server is shutting down", code="shutting_down")
+
+
+def storage_full() -> APIError:
+    """The answer to a job that would not outlive the server, as it should."""
+    return APIError(507, "the job cannot be kept: the server's disk is full", code="storage_full")
 
 
 def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> APIError:

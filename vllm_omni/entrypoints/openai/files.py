@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -46,12 +48,19 @@ class FileStore:
                 "ask for b64_json",
                 "response_format",
             )
-        self._expire()
-        while self.used_bytes + len(data) > self.max_bytes:
-            self._drop(next(iter(self._files)))
-        self._files[name] = StoredFile(data, MEDIA_TYPES[output_format], self._clock() + self.ttl)
-        self.used_bytes += len(data)
+        self._keep(name, data)
         return f"{PATH}/{name}"
+
+    def dump(self, urls: Iterable[str]) -> dict[str, str]:
+        """What there is of pictures, in base64 by name, for `restore` in a later server."""
+        names = [url.rpartition("/")[2] for url in urls]
+        found = {name: self.get(name) for name in names}
+        return {n: base64.b64encode(f.data).decode() for n, f in found.items() if f is not None}
+
+    def restore(self, files: Mapping[str, str]) -> None:
+        """Keep pictures of an earlier server, under the names they had."""
+        for name, data in files.items():
+            self._keep(name, base64.b64decode(data))
 
     def get(self, name: str) -> StoredFile | None:
         self._expire()
@@ -59,6 +68,14 @@ class FileStore:
 
     def get_seconds_left(self, file: StoredFile) -> int:
         return max(0, int(file.expires_at - self._clock()))
+
+    def _keep(self, name: str, data: bytes) -> None:
+        self._expire()
+        while self._files and self.used_bytes + len(data) > self.max_bytes:
+            self._drop(next(iter(self._files)))
+        media_type = MEDIA_TYPES[cast(OutputFormat, name.rpartition(".")[2])]
+        self._files[name] = StoredFile(data, media_type, self._clock() + self.ttl)
+        self.used_bytes += len(data)
 
     def _expire(self) -> None:
         now = self._clock()

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
+from fastapi import Path as InPath
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from vllm_omni.config import StageConfig
 from vllm_omni.engine.async_llm import OmniAsyncLLM
-from vllm_omni.entrypoints.openai.errors import RETRY_AFTER
-from vllm_omni.errors import EngineError
+from vllm_omni.engine.stage_client import StageHealth
+from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, RETRY_AFTER, APIError
 from vllm_omni.params import SIZE_MULTIPLE, DiffusionParams
 from vllm_omni.request import OmniRequest, OutputKind
 
-logger = logging.getLogger(__name__)
-
+MAX_STAGE_ID = 2**31 - 1
 _WARM_UP_SIDE = 8 * SIZE_MULTIPLE  # pixels
 
-
 Status = Literal["ok", "starting", "stopping", "unavailable"]
+StageStatus = Literal["ok", "starting", "restarting", "failed"]
 
 
 class HealthReport(BaseModel):
     status: Status
-    stages: dict[str, str] = {}  # "ar:0" -> "ok", or what is wrong
+    stages: dict[str, StageStatus] = {}  # by name, such as "ar:0"
+
+
+class StageReport(BaseModel):
+    """One stage."""
+
+    name: str
+    status: StageStatus  # failed: it is given up, and the server ends
+    num_restarts: int
+    num_replayed: int  # requests that were run again, each time counted
+    num_refused: int  # requests of which the stage died
+    seconds_since_beat: float | None  # its last sign of life; None: it gives none
 
 
 class Health:
@@ -51,17 +62,12 @@ class Health:
             )
         self.is_warm = True
 
-    async def check_stages(self) -> dict[str, str]:
-        """What each stage says; "ok" of those that work."""
-        report = {}
-        for client in self.llm.clients:
-            name = f"{client.stage.engine_type}:{client.stage.stage_id}"
-            try:
-                await client.check_health()
-                report[name] = "ok"
-            except EngineError:
-                report[name] = "unavailable"
-        return report
+    def describe_stages(self) -> dict[int, StageReport]:
+        """How each stage is, as its supervisor knows: nobody is asked, so that nobody waits."""
+        return {
+            client.stage.stage_id: _describe(client.stage, client.health)
+            for client in self.llm.clients
+        }
 
     async def _run(self, request: OmniRequest) -> None:
         request.output_kind = OutputKind.FINAL_ONLY
@@ -69,8 +75,20 @@ class Health:
             pass
 
 
+def _describe(stage: StageConfig, health: StageHealth) -> StageReport:
+    beat = health.seconds_since_beat
+    return StageReport(
+        name=f"{stage.engine_type}:{stage.stage_id}",
+        status="ok" if health.state == "ready" else health.state,
+        num_restarts=health.num_restarts,
+        num_replayed=health.num_replayed,
+        num_refused=health.num_refused,
+        seconds_since_beat=None if beat is None else round(beat, 1),
+    )
+
+
 def make_router(health: Health) -> APIRouter:
-    """/health, /health/live, /health/ready."""
+    """/health, /health/live, /health/ready, /health/stages/{stage_id}."""
     router = APIRouter(tags=["health"])
     unavailable: dict[int | str, dict[str, Any]] = {
         503: {"model": HealthReport, "description": "Not now; see Retry-After."}
@@ -87,7 +105,7 @@ def make_router(health: Health) -> APIRouter:
         responses=unavailable,
     )
     async def alive() -> Any:
-        return await _answer("ok")
+        return _answer("ok")
 
     @router.get(
         "/health/ready",
@@ -97,14 +115,31 @@ def make_router(health: Health) -> APIRouter:
     )
     async def ready() -> Any:
         if health.is_stopping:
-            return await _answer("stopping")
-        return await _answer("ok" if health.is_warm else "starting")
+            return _answer("stopping")
+        return _answer("ok" if health.is_warm else "starting")
 
-    async def _answer(status: Status) -> JSONResponse:
-        stages = await health.check_stages()
+    @router.get(
+        "/health/stages/{stage_id}",
+        summary="Whether one stage works, and what it has been through",
+        response_model=StageReport,
+        responses={
+            404: ERROR_RESPONSES[404],
+            503: {"model": StageReport, "description": "Not now; see Retry-After."},
+        },
+    )
+    async def stage(stage_id: Annotated[int, InPath(ge=0, le=MAX_STAGE_ID)]) -> Any:
+        if (report := health.describe_stages().get(stage_id)) is None:
+            raise APIError(404, f"no such stage: {stage_id}", "stage_id")
+        return _respond(report, is_fine=report.status == "ok")
+
+    def _answer(status: Status) -> JSONResponse:
+        stages = {stage.name: stage.status for stage in health.describe_stages().values()}
         is_up = all(state == "ok" for state in stages.values())
         report = HealthReport(status=status if is_up else "unavailable", stages=stages)
-        if report.status == "ok":
+        return _respond(report, is_fine=report.status == "ok")
+
+    def _respond(report: BaseModel, is_fine: bool) -> JSONResponse:
+        if is_fine:
             return JSONResponse(report.model_dump())
         return JSONResponse(report.model_dump(), 503, headers={"Retry-After": str(RETRY_AFTER)})
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,6 +17,7 @@ from vllm_omni.entrypoints.openai.admission import Admission, Ticket
 from vllm_omni.entrypoints.openai.api_images import get_base_url, to_response
 from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, APIError, to_api_error
 from vllm_omni.entrypoints.openai.images import ImageService, ImageTask
+from vllm_omni.entrypoints.openai.journal import JobEntry, JobJournal
 from vllm_omni.entrypoints.openai.protocol import (
     ErrorInfo,
     ImageJobRequest,
@@ -23,8 +26,12 @@ from vllm_omni.entrypoints.openai.protocol import (
     JobList,
     JobStatus,
 )
+from vllm_omni.entrypoints.openai.retries import RetryKey, check_same, get_fingerprint
+
+logger = logging.getLogger(__name__)
 
 MAX_LISTED = 100
+MAX_STARTS = 3  # servers that may be killed while they work on a job
 _PERCENT_BEFORE_END = 99  # steps are not all: the picture is still to be decoded and written
 
 
@@ -33,14 +40,20 @@ class JobRecord:
     """A job on its way, and what became of it."""
 
     job_id: str
-    ticket: Ticket
+    owner: str  # whose key it came with: nobody else sees it
     created_at: int
+    body: ImageJobRequest
+    base_url: str  # of urls to pictures
+    retry_key: str | None = None
+    num_starts: int = 0  # servers that have begun it
     status: JobStatus = "queued"
     progress: int = 0
     completed_at: int | None = None
     expires_at: float | None = None
     result: ImagesResponse | None = None
     error: ErrorInfo | None = None
+    ticket: Ticket | None = None  # its place in the queue, until its end
+    accepting: asyncio.Task[None] | None = None
     runner: asyncio.Task[None] | None = None
 
     @property
@@ -53,14 +66,9 @@ class JobRecord:
         images = [] if self.result is None else self.result.data
         return sum(len(image.b64_json or "") for image in images)
 
-    def note_progress(self, step: int, num_steps: int) -> None:
-        if step and not self.is_ended:
-            self.status = "in_progress"
-            self.progress = min(_PERCENT_BEFORE_END, 100 * step // num_steps)
-
     def to_job(self, admission: Admission, with_result: bool = True) -> Job:
         position = estimate = None
-        if not self.is_ended:
+        if self.ticket is not None:
             position = admission.get_position(self.ticket)
             estimate = round(admission.estimate(self.ticket), 1)
         return Job(
@@ -76,79 +84,254 @@ class JobRecord:
             error=self.error,
         )
 
+    def to_entry(self) -> JobEntry:
+        return JobEntry(
+            job_id=self.job_id,
+            owner=self.owner,
+            created_at=self.created_at,
+            body=self.body.model_dump(mode="json", exclude_unset=True),
+            base_url=self.base_url,
+            status=self.status,
+            num_starts=self.num_starts,
+            retry_key=self.retry_key,
+            completed_at=self.completed_at,
+            expires_at=self.expires_at,
+            result=self.result,
+            error=self.error,
+        )
+
+    @classmethod
+    def from_entry(cls, entry: JobEntry) -> JobRecord:
+        return cls(
+            job_id=entry.job_id,
+            owner=entry.owner,
+            created_at=entry.created_at,
+            body=ImageJobRequest.model_validate(entry.body),
+            base_url=entry.base_url,
+            retry_key=entry.retry_key,
+            num_starts=entry.num_starts,
+            status=entry.status,
+            progress=100 if entry.status == "completed" else 0,
+            completed_at=entry.completed_at,
+            expires_at=entry.expires_at,
+            result=entry.result,
+            error=entry.error,
+        )
+
 
 class JobStore:
     """All jobs, the oldest first. Those that have ended are forgotten after a while, or earlier
-    where their number or their pictures are too many."""
+    where their number or their pictures are too many.
 
-    def __init__(self, images: ImageService, clock: Callable[[], float] = time.time) -> None:
+    With a journal each is on disk before it is accepted, and its result before it is shown.
+    """
+
+    def __init__(
+        self,
+        images: ImageService,
+        clock: Callable[[], float] = time.time,
+        journal: JobJournal | None = None,
+    ) -> None:
         self.images = images
         self._clock = clock
+        self._journal = journal
         self._jobs: dict[str, JobRecord] = {}
+        self._by_retry_key: dict[tuple[str, str], JobRecord] = {}
 
-    def add(self, body: ImageJobRequest, base_url: str) -> JobRecord:
-        """Queue a job; refuses at once what can never run, or when there are too many."""
-        job_id = f"job_{uuid.uuid4().hex}"
-        task = self.images.make_task(body, job_id, base_url)
+    async def add(
+        self, body: ImageJobRequest, base_url: str, owner: str = "", retry_key: str | None = None
+    ) -> JobRecord:
+        """Queue a job; refuses at once what can never run, or when there are too many.
+
+        Args:
+            retry_key: the job that was made with it before is the answer.
+        """
+        job = self._by_retry_key.get((owner, retry_key or ""))
+        if job is not None:
+            check_same(get_fingerprint(body), get_fingerprint(job.body))
+        else:
+            job_id, now = f"job_{uuid.uuid4().hex}", int(self._clock())
+            job = JobRecord(job_id, owner, now, body, base_url, retry_key)
+            task = self._make_task(job)
+            self._check_number()
+            job.ticket = self.images.admission.enter(*task.place)
+            self._remember(job)
+            job.accepting = asyncio.create_task(self._accept(job, task))
+        if job.accepting is not None:  # once it is begun it is finished, whoever leaves
+            await asyncio.shield(job.accepting)
+        return job
+
+    def resume(self) -> None:
+        """Go on with what an earlier server has left."""
+        for entry in self._journal.read() if self._journal is not None else ():
+            job = JobRecord.from_entry(entry)
+            self._remember(job)
+            self.images.files.restore(entry.files)
+            if not job.is_ended:
+                self._resume(job)
+        self._tidy()
+
+    def get(self, job_id: str, owner: str = "") -> JobRecord:
+        self._tidy()
+        job = self._jobs.get(job_id)
+        if job is None or job.owner != owner:
+            raise APIError(404, "no such job: it may have expired", "job_id", "job_not_found")
+        return job
+
+    def list(self, owner: str = "") -> list[JobRecord]:
+        self._tidy()
+        return [job for job in self._jobs.values() if job.owner == owner]
+
+    def delete(self, job_id: str, owner: str = "") -> JobRecord:
+        """End a job at the next step, or forget one that has ended."""
+        job = self.get(job_id, owner)
+        if job.is_ended:
+            self._forget(job)
+        else:
+            self._cancel(job)
+        return job
+
+    def suspend(self) -> None:
+        """Of jobs that the next server will find on disk, end those that have not begun."""
+        for job in self._jobs.values() if self._journal is not None else ():
+            if job.ticket is not None and not job.ticket.is_started:
+                self._stop(job)
+
+    def shutdown(self) -> None:
+        """End all; what is on disk goes on from its beginning when there is a server again."""
+        for job in self._jobs.values():
+            if job.is_ended:
+                continue
+            if self._journal is None:
+                self._cancel(job)
+            elif job.result is None and job.error is None:  # or its end is being written
+                self._stop(job)
+                self._journal.note(job.to_entry())
+        if self._journal is not None:
+            self._journal.close()
+
+    # --- a job's life ---
+
+    def _make_task(self, job: JobRecord) -> ImageTask:
+        task = self.images.make_task(job.body, job.job_id, job.base_url, owner=job.owner)
+        waited = max(0.0, self._clock() - job.created_at - 1.0)  # which is a whole second
+        assert task.request.arrival_time is not None
+        task.request.arrival_time -= waited
+        return task
+
+    async def _accept(self, job: JobRecord, task: ImageTask) -> None:
+        try:
+            if self._journal is not None:
+                await self._journal.write(job.to_entry())
+        except APIError:
+            self._leave_queue(job)
+            self._forget(job)
+            raise
+        if not job.is_ended:  # somebody has been quick
+            job.runner = asyncio.create_task(self._run(job, task))
+        self._tidy()
+
+    def _resume(self, job: JobRecord) -> None:
+        job.num_starts += job.status == "in_progress"
+        job.status = "queued"
+        try:
+            if job.num_starts >= MAX_STARTS:
+                logger.error("%s is given up: servers were killed while they drew it", job.job_id)
+                message = f"{job.num_starts} servers were killed while they worked on this job"
+                raise APIError(500, message, code="too_many_attempts")
+            task = self._make_task(job)
+        except APIError as error:  # or the settings are others now
+            job.error = error.info
+            self._end(job, "failed")
+            return
+        job.ticket = self.images.admission.enter(*task.place, is_promised=True)
+        job.runner = asyncio.create_task(self._run(job, task))
+
+    async def _run(self, job: JobRecord, task: ImageTask) -> None:
+        assert job.ticket is not None
+        try:
+            job.result = await self.images.run(
+                task, job.ticket, lambda step, num_steps: self._note_step(job, step, num_steps)
+            )
+        except Exception as error:  # the client is told when it asks
+            job.error = to_api_error(error).info
+            await self._finish(job, "failed")
+        else:
+            await self._finish(job, "completed")
+
+    def _note_step(self, job: JobRecord, step: int, num_steps: int) -> None:
+        if not step or job.is_ended:
+            return
+        if job.status == "queued":
+            job.status = "in_progress"
+            if self._journal is not None:
+                self._journal.note(job.to_entry())
+        job.progress = min(_PERCENT_BEFORE_END, 100 * step // num_steps)
+
+    async def _finish(self, job: JobRecord, status: JobStatus) -> None:
+        """Nobody sees a result that a crash could take back."""
+        if self._journal is not None:
+            entry = job.to_entry()
+            entry.status, entry.completed_at, entry.expires_at = status, *self._get_end()
+            urls = [image.url for image in job.result.data] if job.result is not None else []
+            entry.files = self.images.files.dump(filter(None, urls))
+            # If it cannot be written, which has been logged, this server still has the result.
+            with suppress(APIError):
+                await self._journal.write(entry)
+        job.progress = 100 if status == "completed" else job.progress
+        self._end(job, status)
+
+    def _cancel(self, job: JobRecord) -> None:
+        self._stop(job)
+        self._end(job, "cancelled")
+        if self._journal is not None:
+            self._journal.forget(job.job_id)
+
+    def _stop(self, job: JobRecord) -> None:
+        if job.runner is not None:
+            job.runner.cancel()
+        job.status = "queued"
+        self._leave_queue(job)
+
+    def _end(self, job: JobRecord, status: JobStatus) -> None:
+        self._leave_queue(job)
+        job.status = status
+        job.completed_at, job.expires_at = self._get_end()
+        self._tidy()
+
+    def _get_end(self) -> tuple[int, float]:
+        now = self._clock()
+        return int(now), now + self.images.config.job_ttl
+
+    # --- how many ---
+
+    def _check_number(self) -> None:
         most = self.images.config.max_jobs
         if sum(not job.is_ended for job in self._jobs.values()) >= most:
+            self.images.admission.note_shed("jobs")
             raise APIError(
                 429,
                 f"too many jobs: {most} are under way",
                 code="queue_full",
                 headers={"Retry-After": str(self.images.admission.retry_after)},
             )
-        ticket = self.images.admission.enter(*task.place)
-        job = self._jobs[job_id] = JobRecord(job_id, ticket, int(self._clock()))
-        job.runner = asyncio.create_task(self._run(job, task))
-        self._tidy()
-        return job
 
-    def get(self, job_id: str) -> JobRecord:
-        self._tidy()
-        if job_id not in self._jobs:
-            raise APIError(404, "no such job: it may have expired", "job_id", "job_not_found")
-        return self._jobs[job_id]
+    def _leave_queue(self, job: JobRecord) -> None:
+        if job.ticket is not None:
+            self.images.admission.leave(job.ticket)
+            job.ticket = None
 
-    def list(self) -> list[JobRecord]:
-        self._tidy()
-        return list(self._jobs.values())
+    def _remember(self, job: JobRecord) -> None:
+        self._jobs[job.job_id] = job
+        if job.retry_key is not None:
+            self._by_retry_key[job.owner, job.retry_key] = job
 
-    def delete(self, job_id: str) -> JobRecord:
-        """End a job at the next step, or forget one that has ended."""
-        job = self.get(job_id)
-        if job.is_ended:
-            del self._jobs[job_id]
-        else:
-            self._cancel(job)
-        return job
-
-    def shutdown(self) -> None:
-        for job in self._jobs.values():
-            if not job.is_ended:
-                self._cancel(job)
-
-    async def _run(self, job: JobRecord, task: ImageTask) -> None:
-        try:
-            job.result = await self.images.run(task, job.ticket, job.note_progress)
-        except Exception as error:  # the client is told when it asks
-            job.error = to_api_error(error).info
-            self._end(job, "failed")
-        else:
-            job.progress = 100
-            self._end(job, "completed")
-
-    def _cancel(self, job: JobRecord) -> None:
-        assert job.runner is not None
-        job.runner.cancel()
-        self._end(job, "cancelled")
-
-    def _end(self, job: JobRecord, status: JobStatus) -> None:
-        self.images.admission.leave(job.ticket)
-        now = self._clock()
-        job.status, job.completed_at = status, int(now)
-        job.expires_at = now + self.images.config.job_ttl
-        self._tidy()
+    def _forget(self, job: JobRecord) -> None:
+        del self._jobs[job.job_id]
+        if job.retry_key is not None:
+            self._by_retry_key.pop((job.owner, job.retry_key), None)
+        if self._journal is not None:
+            self._journal.forget(job.job_id)
 
     def _tidy(self) -> None:
         """Forget what has expired; then, while there is too much, whatever ended first."""
@@ -160,7 +343,7 @@ class JobStore:
             is_too_much = len(self._jobs) > config.max_jobs or num_bytes > config.max_files_bytes
             if (job.expires_at or 0.0) > now and not is_too_much:
                 break
-            del self._jobs[job.job_id]
+            self._forget(job)
             num_bytes -= job.num_bytes
 
 
@@ -170,16 +353,21 @@ def make_router(jobs: JobStore) -> APIRouter:
     admission = jobs.images.admission
 
     @router.post("", status_code=202, summary="Queue a job", response_model=Job)
-    async def create(body: ImageJobRequest, request: Request) -> Any:
-        return jobs.add(body, get_base_url(request)).to_job(admission)
+    async def create(
+        body: ImageJobRequest, request: Request, idempotency_key: RetryKey = None
+    ) -> Any:
+        owner = request.state.owner
+        job = await jobs.add(body, get_base_url(request), owner, idempotency_key)
+        return job.to_job(admission, with_result=False)
 
     @router.get("", summary="List jobs, without their pictures", response_model=JobList)
     async def list_jobs(
+        request: Request,
         limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
         after: Annotated[str | None, Query(max_length=64)] = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> Any:
-        records = jobs.list()
+        records = jobs.list(request.state.owner)
         if order == "desc":
             records.reverse()
         if after is not None:
@@ -191,13 +379,14 @@ def make_router(jobs: JobStore) -> APIRouter:
         return JobList(data=page, has_more=len(records) > limit)
 
     @router.get("/{job_id}", summary="How a job is doing, and its pictures", response_model=Job)
-    async def get(job_id: str) -> Any:
-        return to_response(jobs.get(job_id).to_job(admission))
+    async def get(job_id: str, request: Request) -> Any:
+        return to_response(jobs.get(job_id, request.state.owner).to_job(admission))
 
     @router.delete(
         "/{job_id}", summary="Cancel a job, or forget a finished one", response_model=Job
     )
-    async def delete(job_id: str) -> Any:
-        return jobs.delete(job_id).to_job(admission, with_result=False)
+    async def delete(job_id: str, request: Request) -> Any:
+        job = jobs.delete(job_id, request.state.owner)
+        return job.to_job(admission, with_result=False)
 
     return router

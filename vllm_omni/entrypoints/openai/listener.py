@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import resource
 import socket
 
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.errors import ConfigError, EngineError
 
 _BACKLOG = 2048
+_OTHER_FILES = 512  # sockets between processes, libraries, connections that are being refused
 
 
 def open_socket(config: ServerConfig) -> socket.socket:
@@ -29,6 +31,18 @@ def open_socket(config: ServerConfig) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def fit_to_file_limit(max_connections: int) -> int:
+    """As many connections as this process may have files, once it has asked for what it needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max_connections
+    return min(max_connections, max(soft - _OTHER_FILES, soft // 2))
 
 
 def is_loopback(address: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -30,7 +31,10 @@ _PERIOD = 0.05  # seconds between looks at what is still under way
 
 
 async def run_server(config: ServerConfig, omni_config: OmniConfig, listener: socket.socket) -> int:
-    """Load, serve until a signal comes, and let go; the answer is the exit code."""
+    """Load, serve until a signal comes, and let go; the answer is the exit code.
+
+    Raises `EngineDeadError` where a stage was given up.
+    """
     llm = OmniAsyncLLM(omni_config)
     try:
         app = OmniApp(config, llm, get_model_name(config, omni_config))
@@ -38,6 +42,8 @@ async def run_server(config: ServerConfig, omni_config: OmniConfig, listener: so
             await _serve(app, listener)
         finally:
             app.shutdown()
+        if llm.failure is not None:
+            raise llm.failure
     finally:
         llm.shutdown()
     return 0
@@ -52,6 +58,7 @@ def get_model_name(config: ServerConfig, omni_config: OmniConfig) -> str:
 
 async def _serve(app: OmniApp, listener: socket.socket) -> None:
     server = _Server(app)
+    app.jobs.resume()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     ending = asyncio.create_task(server.end_when_told())
     warming_up = asyncio.create_task(app.health.warm_up())
@@ -106,18 +113,30 @@ class _Server(uvicorn.Server):
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody waits for an answer, or a job runs."""
-        return self.app.door.num_working > 0 or bool(self.app.images.admission.tickets)
+        """Whether somebody waits for an answer or has not read all of it, or a job runs."""
+        if self.app.door.num_working > 0 or self.app.images.admission.tickets:
+            return True
+        return any(_has_unsent(connection) for connection in self.server_state.connections)
 
     async def end_when_told(self) -> None:
-        """At a signal, let what runs finish, for a while; at the second, for no longer."""
-        while self.num_signals == 0:
+        """At a signal, let what runs finish, for a while; at the second, for no longer.
+
+        Where a stage is given up it is the same, without a signal: those who do not need it finish.
+        """
+        while self.num_signals == 0 and self.app.llm.failure is None:
             await asyncio.sleep(_PERIOD)
+        if self.app.llm.failure is not None:
+            logger.error("giving up: %s", self.app.llm.failure)
         logger.info("shutting down")
         self.app.health.is_stopping = True
         self.app.door.is_closing = True
+        self.app.jobs.suspend()
         deadline = time.monotonic() + self.app.config.shutdown_timeout
-        while self.is_busy and self.num_signals == 1 and time.monotonic() < deadline:
+        while self.is_busy and self.num_signals < 2 and time.monotonic() < deadline:
             await asyncio.sleep(_PERIOD)
         self.app.door.answer_all()
         self.should_exit = True
+
+
+def _has_unsent(connection: Any) -> bool:
+    return isinstance(connection, Connection) and connection.has_unsent
