@@ -25,7 +25,11 @@ _DEFAULTS: CacheDefaults = {
     "tea": {"threshold": 0.2},
     "taylor": {"threshold": 0.12},
 }
-_DEFAULTS_OF_ALL: Mapping[str, Any] = {"warmup_steps": 1, "extrapolation": 1.0}
+_DEFAULTS_OF_ALL: Mapping[str, Any] = {
+    "warmup_steps": 1,
+    "max_skips": MAX_CACHE_STEPS,
+    "extrapolation": 1.0,
+}
 MODEL_FIELDS = ("threshold", *_DEFAULTS_OF_ALL)  # those that a model may have its own defaults of
 
 
@@ -47,7 +51,7 @@ class StepCacheParams:
     # None, here and below: the model's own.
     threshold: float | None = None  # relative difference; 0: none is near
     warmup_steps: int | None = None  # first steps that are always taken in full
-    max_skips: int | None = None  # most steps in a row without the tail; None: as many as are near
+    max_skips: int | None = None  # most steps in a row without the tail
     order: int = 1  # taylor: of the extrapolation, 1 or 2
     extrapolation: float | None = None  # taylor: part of the extrapolated change that is added
     # tea: polynomial that rescales a difference, highest power first.

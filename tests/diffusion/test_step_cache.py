@@ -356,6 +356,7 @@ def test_a_model_has_its_own_defaults() -> None:
     )
     tea = StepCacheParams(method="tea", max_skips=2).with_defaults(defaults)
     assert (tea.threshold, tea.warmup_steps, tea.max_skips) == (0.3, 3, 2)
+    assert StepCacheParams(method="tea").with_defaults(defaults).max_skips == 1000  # no limit
     given = StepCacheParams(method="tea", threshold=0.1, warmup_steps=0).with_defaults(defaults)
     assert (given.threshold, given.warmup_steps) == (0.1, 0)
     taylor = StepCacheParams(method="taylor").with_defaults(defaults)

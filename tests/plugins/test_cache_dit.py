@@ -209,6 +209,27 @@ def test_a_mask_of_its_own(demo_core: DiffusionEngineCore) -> None:
     assert get_skipped(output) == 2 * mask.count(0)
 
 
+@pytest.mark.parametrize("method", ["plain", "prune", "refresh"])
+def test_blocks_that_are_left_out_are_counted(demo_core: DiffusionEngineCore, method: str) -> None:
+    adapter = runner_of(demo_core).adapter
+    assert isinstance(adapter, QwenImageRunnerAdapter)
+    blocks = adapter.pipeline.transformer.transformer_blocks
+    computed: list[None] = []
+    hooks = [block.attn.register_forward_hook(lambda *_: computed.append(None)) for block in blocks]
+    inputs = inputs_of(GUIDED, load_tokenizer(demo_core), cache=METHODS[method][0])
+    demo_core.add_request(DiffusionRequest(request_id="a", custom_inputs=inputs))
+    seen = []
+    while demo_core.has_requests():
+        news, _ = demo_core.step()
+        seen += [outputs.step_stats for outputs in news.values()]
+    for hook in hooks:
+        hook.remove()
+    steps = [stats for stats in seen if stats is not None]
+    assert [stats.num_cached_rows for stats in steps] == [2] * GUIDED.num_steps
+    skipped = sum(stats.num_skipped_blocks for stats in steps)
+    assert 0 < skipped == 2 * GUIDED.num_steps * len(blocks) - len(computed)
+
+
 def test_threshold_0_is_no_cache(demo_core: DiffusionEngineCore, demo_stock: Any) -> None:
     [output] = draw(demo_core, [GUIDED], [params_of(residual_diff_threshold=0)])
     assert (latents_of(output) - draw_stock(demo_stock, GUIDED)[0]).abs().max() <= 1e-4

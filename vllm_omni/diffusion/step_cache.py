@@ -46,10 +46,12 @@ class StepCacheStrategy(ABC):
     num_tails = 1  # earlier residuals to keep
 
     def __init__(self, params: StepCacheParams) -> None:
-        assert params.threshold is not None and params.warmup_steps is not None
+        assert params.threshold is not None
+        assert params.warmup_steps is not None and params.max_skips is not None
         self.params = params
         self.threshold = params.threshold
         self.warmup_steps = params.warmup_steps
+        self.max_skips = params.max_skips
 
     @abstractmethod
     def accumulate(self, sum_before: float, distance: float) -> float:
@@ -171,10 +173,10 @@ class RowCache:
     @property
     def may_skip(self) -> bool:
         """Whether this step can leave out the tail, if it is near enough."""
-        params = self.strategy.params
-        is_warm = self.num_steps >= self.strategy.warmup_steps
-        is_capped = params.max_skips is not None and self.num_skipped_in_a_row >= params.max_skips
-        return is_warm and not is_capped and self.strategy.threshold > 0
+        strategy = self.strategy
+        is_warm = self.num_steps >= strategy.warmup_steps
+        is_capped = self.num_skipped_in_a_row >= strategy.max_skips
+        return is_warm and not is_capped and strategy.threshold > 0
 
     def commit(self) -> None:
         """The step counts: keep what it said."""

@@ -198,7 +198,8 @@ def _count_bytes(context: Any) -> int:
 def _count_pruned(context: Any) -> int:
     if not isinstance(context, PrunedContext):
         return 0
-    return sum(context.pruned_blocks) + sum(context.cfg_pruned_blocks)
+    pruned: int = sum(context.pruned_blocks) + sum(context.cfg_pruned_blocks)
+    return pruned
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
