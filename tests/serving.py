@@ -44,7 +44,7 @@ class ServerProcess:
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT
-        while not self._is_ready():
+        while not self.is_ready:
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.2)
@@ -59,7 +59,8 @@ class ServerProcess:
             self.process.kill()
             raise
 
-    def _is_ready(self) -> bool:
+    @property
+    def is_ready(self) -> bool:
         try:
             return httpx.get(f"{self.url}{self.ready_path}", timeout=5).status_code == 200
         except httpx.TransportError:

@@ -30,8 +30,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeVictim]:
     """Start a server; whatever is left of it in the end is ended."""
     victims: list[Victim] = []
 
-    def make(*arguments: str, kind: type[Victim] = Victim, **settings: Any) -> Victim:
-        log = tmp_path_factory.mktemp("victim") / "log"
+    def make(
+        *arguments: str, kind: type[Victim] = Victim, log: Path | None = None, **settings: Any
+    ) -> Victim:
+        log = log or tmp_path_factory.mktemp("victim") / "log"
         victims.append(kind(log, *arguments, **settings))
         return victims[-1]
 

@@ -26,7 +26,8 @@ MAX_GROWTH = 200  # MB of the server, with all of them in
 
 @pytest.fixture(scope="module")
 def victim(start: MakeVictim, checkpoint: MakeCheckpoint) -> Victim:
-    victim = start(str(checkpoint(0)), "--max-num-queued", str(CAP))
+    limits = ("--max-num-queued", str(CAP), "--max-queued-cost", str(10**12))
+    victim = start(str(checkpoint(0)), *limits)
     victim.wait_until_ready()
     return victim
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.drawing import MakeCheckpoint
 from tests.faults.conftest import MakeVictim
-from tests.faults.load import NEVER, Ask, Load, create_asks, learn
+from tests.faults.load import NEVER, Ask, Load, create_asks, judge_all, learn
 from tests.faults.record import Record
 from tests.faults.scenes import MID_STEP, PHASES, QUEUED, SIGNALS, end, hurt_under_load
 from tests.faults.victim import (
@@ -27,9 +28,10 @@ from tests.faults.victim import (
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 NUM = 24  # requests of one case
-# Seconds until a stage works again, and until its death or its standstill is noticed.
-BACK = {AR: 90, DIFFUSION: 15, WORKER: 15}
+PAUSE = 3  # seconds, and no hang
+# Seconds until a death or a standstill is noticed, and from then on until the stage works again.
 NOTICED = {signal.SIGKILL: 1, signal.SIGSTOP: 10}
+BACK = {AR: 90, DIFFUSION: 15, WORKER: 15}
 CASES = {AR: "1", DIFFUSION: "3", WORKER: "4"}
 NAMES = {
     AR: "the AR engine",
@@ -74,11 +76,32 @@ def test_a_stage_is_hurt(
     load = Load(victim.url, asks, NUM if phase == QUEUED else 8)
     figures = hurt_under_load(victim, name, signum, phase, load, expected)
     case = CASES[name] if signum == signal.SIGKILL else "7"
+    noticed = NOTICED[signum]
     missed = record.note(
         case,
         f"{SIGNALS[signum]} of {NAMES[name]}, {phase}",
         figures,
-        at_most={**NEVER, "failed": 0, "noticed_s": NOTICED[signum], "ready_s": BACK[name]},
+        at_most={**NEVER, "failed": 0, "noticed_s": noticed, "ready_s": noticed + BACK[name]},
+    )
+    assert missed == [], victim.log.read_text()[-5000:]
+
+
+def test_a_stage_is_slow(stage: Stage, record: Record) -> None:
+    """It stands still for less than what counts as a hang: nothing is done about it."""
+    asks = create_asks(NUM, steps=12)
+    victim, expected = stage.get(asks)
+    pid = victim.find(DIFFUSION)
+    load = Load(victim.url, asks, 8).start()
+    load.wait_for_answers(4)
+    victim.hurt(DIFFUSION, signal.SIGSTOP)
+    time.sleep(PAUSE)
+    victim.hurt(DIFFUSION, signal.SIGCONT)
+    figures = {**judge_all(load.join(), expected), "restarts": victim.find(DIFFUSION) != pid}
+    missed = record.note(
+        "31",
+        f"the diffusion engine stands still for {PAUSE} s",
+        figures,
+        at_most={**NEVER, "failed": 0, "restarts": 0},
     )
     assert missed == [], victim.log.read_text()[-5000:]
 
