@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm_omni.layers.attention import Segments
+from vllm_omni.layers.rope import make_turns
 from vllm_omni.models.qwen_image.transformer import PackPlan
 
-MIN_BUCKET_TEXT = 64
 MIN_BUCKET_SEGMENTS = 4
 MIN_BUCKET_LEN = 512
 
@@ -26,7 +26,7 @@ class FastPlan:
 
     image_rows: Tensor  # [N_img] row of each image token
     text_rows: Tensor  # [N_txt] row of each text token
-    rope: Tensor  # [N, head_dim / 2, 2] float32, in segment order
+    turns: Tensor  # [N, 2, head_dim] float32, in segment order
     to_segments: Tensor  # [N] segment order, as indices into (text tokens, image tokens)
     from_segments: Tensor  # [N] its inverse
     segments: Segments
@@ -48,7 +48,7 @@ class FastPlan:
         return [
             self.image_rows,
             self.text_rows,
-            self.rope,
+            self.turns,
             self.to_segments,
             self.from_segments,
             self.segments.starts,
@@ -77,7 +77,7 @@ def make_fast_plan(plan: PackPlan) -> FastPlan:
 def find_bucket(plan: PackPlan, max_tokens: int) -> Bucket | None:
     """The smallest one that a batch fits into; None: it has too many tokens for any."""
     num_image = _round_up(sum(plan.image_lens), ((2048, 256), (1 << 30, 512)))
-    num_text = _power_of_two(sum(plan.text_lens), MIN_BUCKET_TEXT)
+    num_text = _round_up(sum(plan.text_lens), ((256, 64), (1024, 128), (1 << 30, 256)))
     if num_image + num_text > max_tokens:
         return None
     max_len = _power_of_two(max(plan.segment_lens), MIN_BUCKET_LEN)
@@ -122,7 +122,7 @@ def _make(
     return FastPlan(
         image_rows=_fill(plan.image_rows, num_image),
         text_rows=_fill(plan.text_rows, num_text),
-        rope=rope[to_device],
+        turns=make_turns(rope[to_device]),
         to_segments=to_device,
         from_segments=torch.argsort(to_segments).to(device),
         segments=Segments.make(lens, device, max_len),

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from vllm_omni.diffusion.step_cache import Signal
 from vllm_omni.layers.attention import attend_by_segment, attend_together, best_kernels
+from vllm_omni.layers.compiling import whole_rows
 from vllm_omni.models.qwen_image.fast_blocks import (
     advance,
     finish,
@@ -103,12 +104,17 @@ class FastTransformer:
         """Whether everything is compiled."""
         return self._ready.is_set()
 
-    @torch.no_grad()
     def compile(self) -> None:
         """Compile for any number of tokens, and wait for it."""
         if self.is_ready:
             return
         start = time.perf_counter()
+        with torch.no_grad(), whole_rows():
+            self._compile()
+        self._ready.set()
+        logger.info("compiled the blocks in %.1f s", time.perf_counter() - start)
+
+    def _compile(self) -> None:
         plan = make_fast_plan(make_plan(self.transformer, _TUNING_ROWS))
         # No tensor twice: code that was compiled for one in two places is for that case only.
         block, modulation = self.blocks[0].image, self.table.of_blocks[:, 0, 0]
@@ -120,8 +126,8 @@ class FastTransformer:
         slots = _dynamic(plan.image_rows.clone())
         projected = _dynamic(self._project(image, slots, modulation, block.qkv))
         of_text = _dynamic(projected[: text.shape[0]].clone())
-        to_segments, rope = _dynamic(plan.to_segments), _dynamic(plan.rope)
-        self._join(of_text, projected, to_segments, rope, other.norms, block.norms)
+        to_segments, turns = _dynamic(plan.to_segments), _dynamic(plan.turns)
+        self._join(of_text, projected, to_segments, turns, other.norms, block.norms)
         attended = _dynamic(torch.zeros_like(image))
         self._finish(image, attended, slots, modulation, block)
         self._advance(image, attended, slots, modulation, block, other_modulation, other.qkv)
@@ -129,8 +135,6 @@ class FastTransformer:
         self._velocity(image, slots, self.table.of_output, proj.weight, proj.bias)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._ready.set()
-        logger.info("compiled the blocks in %.1f s", time.perf_counter() - start)
 
     def start_compiling(self) -> None:
         """`compile` in a thread; steps take the simple loop until it is done."""
@@ -284,7 +288,7 @@ class FastTransformer:
                 text_qkv,
                 image_qkv,
                 plan.to_segments,
-                plan.rope,
+                plan.turns,
                 block.text.norms,
                 block.image.norms,
             )

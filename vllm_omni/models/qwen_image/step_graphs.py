@@ -126,7 +126,6 @@ class StepGraphs:
             filled,
             image_rows=filled.image_rows.clone(),
             text_rows=filled.text_rows.clone(),
-            rope=filled.rope.clone(),
             segments=segments,
         )
         static_image = image.new_zeros(bucket.num_image_tokens, *image.shape[1:])
