@@ -100,9 +100,12 @@ def terminate_under_load(
 
 
 def add_up(all_figures: Sequence[Figures]) -> Figures:
-    """Of several ends: sums, the longest time, and the largest exit code."""
+    """Of several ends: sums, the longest time, the largest exit code, all that was left."""
     totals: Figures = {"times": len(all_figures)}
-    for name in all_figures[0]:
-        values = [figures[name] for figures in all_figures if figures[name] is not None]
-        totals[name] = max(values, default=None) if name.startswith("exit") else sum(values)
+    for name in dict.fromkeys(name for figures in all_figures for name in figures):
+        values = [figures[name] for figures in all_figures if figures.get(name) is not None]
+        if name == "left":
+            totals[name] = ", ".join(values)
+        else:
+            totals[name] = max(values, default=None) if name.startswith("exit") else sum(values)
     return totals

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -34,10 +35,11 @@ class Leftovers:
     files: tuple[str, ...] = ()
 
     @property
-    def figures(self) -> dict[str, int]:
-        """For the table."""
+    def figures(self) -> dict[str, Any]:
+        """For the table; what is there is named."""
         kinds = (self.processes, self.segments, self.files)
-        return {name: len(kind) for name, kind in zip(GONE, kinds, strict=True)}
+        counts = {name: len(kind) for name, kind in zip(GONE, kinds, strict=True)}
+        return {**counts, **({"left": ", ".join(sum(kinds, ()))} if any(kinds) else {})}
 
 
 class Victim(ServerProcess):
