@@ -63,7 +63,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fp8_product(x: Tensor, scale: Tensor, weights: LinearWeights, dtype: torch.dtype) -> Tensor:
     assert weights.scale is not None
-    if x.is_cuda:
+    if x.is_cuda and dtype == torch.bfloat16:
         return torch._scaled_mm(
             x,
             weights.weight.t(),

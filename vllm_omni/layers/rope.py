@@ -41,7 +41,8 @@ def turn(x: Tensor, weight: Tensor, turns: Tensor) -> Tensor:
 
 def _swap(x: Tensor) -> Tensor:
     """Each channel where its neighbour was."""
-    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    swapped: Tensor = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return swapped
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
