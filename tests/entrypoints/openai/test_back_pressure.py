@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.asking import make_head, talk
 from tests.inner_server import InnerServer, Served
 from vllm_omni.entrypoints.openai.protocol import ImageJobRequest
 
@@ -125,9 +126,23 @@ def test_full_queue_answers_quickly(inner: InnerServer) -> None:
             for _ in range(60):
                 answer = http.post(IMAGES, json=SMALL)
                 assert answer.status_code == 429
+                assert int(answer.headers["retry-after"]) >= 1
                 times.append(answer.elapsed.total_seconds())
             assert sorted(times)[len(times) // 2] < 0.25  # milliseconds where nobody else works
             assert http.get(JOBS, params={"limit": 100}).elapsed.total_seconds() < 5
+
+
+def test_body_is_not_read_for_nothing(inner: InnerServer) -> None:
+    """Where there is no place the answer is there before the body is."""
+    with inner.serve(max_num_queued=1) as served:
+        job = httpx.post(f"{served.url}{JOBS}", json=ENDLESS, timeout=60).json()["id"]
+        head = make_head("POST", IMAGES, "Content-Type: application/json", "Content-Length: 1000")
+        assert talk(served.port, head).error["code"] == "queue_full"
+        # With a key it may be a request that has its answer already.
+        again = {"idempotency-key": "mine"}
+        answer = httpx.post(f"{served.url}{IMAGES}", json={"size": "?"}, headers=again)
+        assert answer.status_code == 400
+        httpx.delete(f"{served.url}{JOBS}/{job}")
 
 
 @pytest.fixture(autouse=True)

@@ -127,7 +127,7 @@ def test_who_is_killed_leaves_them_as_they_are(serve: Serve, folder: Path) -> No
         entry = json.loads((folder / "jobs" / f"{running}.json").read_bytes())
         assert (entry["status"], entry["num_starts"]) == ("queued", num_starts)
         left = json.dumps(entry | {"status": "in_progress"}).encode()
-    assert sorted(os.listdir(folder / "jobs")) == ["job_broken.json", f"{running}.json"]
+    assert set(os.listdir(folder / "jobs")) == {"job_broken.json", f"{running}.json"}
     (folder / "jobs" / f"{running}.json").write_bytes(left)
     with serve() as served:  # it has seen enough servers die
         job = get(served, running)
@@ -223,9 +223,18 @@ def test_one_server_at_a_time(folder: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("name", ["file/inside", "file"])
+def test_a_folder_of_everybodys_stays_so(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with hold_state_dir(str(tmp_path)):
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path, tmp_path / "jobs")]
+        assert modes == [0o777, 0o700]
+
+
+@pytest.mark.parametrize("name", ["file/inside", "file", "trap"])
 def test_folder_that_cannot_be(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "trap").mkdir()
+    (tmp_path / "trap" / "jobs").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="state_dir"), hold_state_dir(str(tmp_path / name)):
         pass
 

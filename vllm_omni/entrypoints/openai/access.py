@@ -33,6 +33,7 @@ from vllm_omni.entrypoints.openai.exchange import (
 from vllm_omni.entrypoints.openai.listener import is_loopback
 
 REQUEST_ID = "x-request-id"
+RETRY_HEADER = "Idempotency-Key"
 OPEN_PATHS = ("/health/live", "/health/ready")  # probes of a load balancer have no key
 LARGE_BODIES = ("/v1/chat/completions", "/v1/images/edits", "/ui/")  # pictures may be in them
 MAX_SMALL_BODY = 2**20  # bytes, of all others: what is no picture is parsed in the event loop
@@ -56,6 +57,8 @@ class AccessMiddleware:
         self.config = config
         self.observe = observe
         self.is_closing = False  # nothing new is begun
+        # Called with (path, owner) before a body is read: a full queue is no reason to read it.
+        self.check_place: Callable[[str, str], None] | None = None
         self._keys = [digest_key(key) for key in config.api_keys]
         self._hosts = {name.lower() for name in (*_LOCAL_NAMES, config.host, *config.allowed_hosts)}
         # Whoever lets everybody in does not know the names they use, unless some were given.
@@ -139,6 +142,10 @@ class AccessMiddleware:
             raise APIError(413, say_too_large(most))
         if self.is_closing and scope["method"] == "POST":
             raise shutting_down()
+        # Who comes again with a key may find an answer that is there already.
+        is_new = scope["method"] == "POST" and RETRY_HEADER not in headers
+        if is_new and self.check_place is not None:
+            self.check_place(scope["path"], scope["state"]["owner"])
 
     def _check_host(self, host: str) -> None:
         """Without a key a page of another site must not get in under a name of its own."""

@@ -180,11 +180,15 @@ class Admission:
             self._seconds += self._clock() - self._since
             self._left.clear()  # and with it what rounding has left there
 
-    def _check_room(self, owner: str, cost: int) -> None:
+    def check_place(self, owner: str) -> None:
+        """429 where a request would have to be refused, whatever it asks for."""
         if not self._places.has_room(owner, 1):
             is_full = len(self.tickets) >= self.max_num_queued
             what = f"{self.max_num_queued} requests are under way" if is_full else _OTHERS_PART
             raise self._refuse("places" if is_full else "share", what, self.retry_after)
+
+    def _check_room(self, owner: str, cost: int) -> None:
+        self.check_place(owner)
         if not self._costs.has_room(owner, cost):
             over = self._costs.used + cost - self._costs.most
             seconds = self.estimate() * min(1.0, max(0.0, over) / self._costs.used)

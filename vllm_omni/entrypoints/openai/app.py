@@ -41,6 +41,8 @@ from vllm_omni.entrypoints.openai.tracing import Tracer
 from vllm_omni.params import DiffusionParams
 from vllm_omni.timeline import RequestTimeline
 
+_DRAWING = ("/v1/images/generations", "/v1/images/jobs")
+
 
 class OmniApp:
     """The parts of a server, and the ASGI application made of them."""
@@ -74,6 +76,7 @@ class OmniApp:
         self.api = self._make_api()
         self.page = mount_page(self.api) if config.ui else None
         self.door = AccessMiddleware(self.api, config, self.metrics.observe_http)
+        self.door.check_place = self._check_place
 
     def _make_admission(self) -> Admission:
         config = self.config
@@ -83,6 +86,10 @@ class OmniApp:
             max_num_running=config.max_num_running or math.inf,
             owners=config.owners,
         )
+
+    def _check_place(self, path: str, owner: str) -> None:
+        if path in _DRAWING:
+            self.images.admission.check_place(owner)
 
     def _listen(self) -> None:
         """Have the engine tell what it does."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -334,17 +335,25 @@ class JobStore:
             self._journal.forget(job.job_id)
 
     def _tidy(self) -> None:
-        """Forget what has expired; then, while there is too much, whatever ended first."""
+        """Forget what has expired; then, while there is too much, whatever ended first of the key
+        that has the most."""
         now, config = self._clock(), self.images.config
-        ended = [job for job in self._jobs.values() if job.expires_at is not None]
-        ended.sort(key=lambda job: job.expires_at or 0.0)
-        num_bytes = sum(job.num_bytes for job in ended)
-        for job in ended:
-            is_too_much = len(self._jobs) > config.max_jobs or num_bytes > config.max_files_bytes
-            if (job.expires_at or 0.0) > now and not is_too_much:
-                break
+        ended = sorted(
+            (job for job in self._jobs.values() if job.expires_at is not None),
+            key=lambda job: job.expires_at or 0.0,
+        )
+        for job in [job for job in ended if (job.expires_at or 0.0) <= now]:
             self._forget(job)
-            num_bytes -= job.num_bytes
+            ended.remove(job)
+        num_bytes = sum(job.num_bytes for job in ended)
+        while len(self._jobs) > config.max_jobs or num_bytes > config.max_files_bytes:
+            [(owner, _)] = Counter(job.owner for job in ended).most_common(1) or [("", 0)]
+            oldest = next((job for job in ended if job.owner == owner), None)
+            if oldest is None:
+                break
+            self._forget(oldest)
+            ended.remove(oldest)
+            num_bytes -= oldest.num_bytes
 
 
 def make_router(jobs: JobStore) -> APIRouter:

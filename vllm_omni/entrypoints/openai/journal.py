@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_omni.entrypoints.openai.errors import storage_full
 from vllm_omni.entrypoints.openai.protocol import ErrorInfo, ImagesResponse, JobStatus
-from vllm_omni.entrypoints.openai.state_dir import make_private, sweep, write_whole
+from vllm_omni.entrypoints.openai.state_dir import JOBS, make_folder, sweep, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class JobJournal:
     """The files. All writing is done by one thread, in the order in which it is asked for."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._folder = make_private(make_private(state_dir) / "jobs")
+        self._folder = make_folder(state_dir, JOBS)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="vllm-omni-journal")
 
     def read(self) -> list[JobEntry]:

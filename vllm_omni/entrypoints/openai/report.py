@@ -15,8 +15,10 @@ from vllm_omni.engine.stages import make_dit_config
 from vllm_omni.entrypoints.openai.app import OmniApp
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.listener import is_loopback
+from vllm_omni.errors import EngineError
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to listen on everywhere; to connect to from here
+_RESTARTS = "it restarts"
 _EXAMPLE = {"prompt": "a red circle", "response_format": "url"}
 
 
@@ -62,18 +64,28 @@ async def _describe_stage(client: StageClient) -> str:
     if isinstance(client, ARProcClient):
         vllm_config = client.model.vllm_config
         device = vllm_config.device_config.device_type
-        memory = _gib(_get_memory(psutil.Process(client.health.pid)))
+        memory = _describe_process(client.health.pid)
         if device != "cpu":
             memory = f"{vllm_config.cache_config.gpu_memory_utilization:.0%} of the GPU's memory"
         return f"vLLM on {device}: {made}; {memory}"
     config = make_dit_config(client.stage)
     dtype = str(select_dtype(config.dtype, select_device(config.device))).removeprefix("torch.")
-    workers = await client.collective_rpc("get_stats")
-    memory = _gib(sum(stats["memory_bytes"] for stats in workers))
+    try:
+        workers = await client.collective_rpc("get_stats")
+        memory = _gib(sum(stats["memory_bytes"] for stats in workers))
+    except EngineError:  # it has died just now
+        memory = _RESTARTS
     return (
         f"diffusion on {select_device(config.device)}, {dtype}: {made}; "
         f"at most {config.max_num_seqs} requests in a step; {memory}"
     )
+
+
+def _describe_process(pid: int | None) -> str:
+    try:
+        return _RESTARTS if pid is None else _gib(_get_memory(psutil.Process(pid)))
+    except psutil.NoSuchProcess:
+        return _RESTARTS
 
 
 def _describe_memory() -> str:

@@ -15,9 +15,10 @@ from typing import Annotated
 from fastapi import Header
 from pydantic import BaseModel
 
+from vllm_omni.entrypoints.openai.access import RETRY_HEADER
 from vllm_omni.entrypoints.openai.errors import APIError
 
-HEADER = "Idempotency-Key"
+HEADER = RETRY_HEADER
 REPLAYED = "Idempotency-Replayed"  # header of an answer that was there already
 MAX_KEPT = 1000  # answers
 MAX_KEPT_BYTES = 64 * 2**20

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vllm_omni.errors import ConfigError
 
+JOBS = "jobs"
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 _TEMPORARY = ".tmp"
 
@@ -21,7 +24,7 @@ def hold_state_dir(state_dir: str) -> Iterator[None]:
         yield
         return
     try:
-        folder = make_private(Path(state_dir))
+        folder = make_folder(Path(state_dir), JOBS).parent
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_FILE)
     except OSError as error:
         allowed = f"a folder that this user can write to: {error.strerror}"
@@ -42,9 +45,17 @@ def _lock(descriptor: int, state_dir: str) -> None:
         raise ConfigError("state_dir", state_dir, allowed) from error
 
 
-def make_private(folder: Path) -> Path:
-    """A folder that only this user can look into."""
-    folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+def make_folder(state_dir: Path, name: str) -> Path:
+    """A folder in there that only this user can look into.
+
+    What was there before is left as it is: it may be everybody's.
+    """
+    state_dir.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+    folder = state_dir / name
+    folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"{name} in it is not a folder of this user")
     folder.chmod(PRIVATE_FOLDER)
     return folder
 
