@@ -129,6 +129,7 @@ def test_buckets_end_where_graphs_do(transformer: QwenImageTransformer2DModel) -
     assert find_bucket(plan, 319) is None
     assert find_bucket(plan, 320) is not None
     assert find_bucket(plan, 0) is None
+    assert find_bucket(make_plan(transformer, [RowShape(((1, 32, 64),), 5)]), 10_000) is None
 
 
 def test_plan_has_the_long_segments_first(transformer: QwenImageTransformer2DModel) -> None:

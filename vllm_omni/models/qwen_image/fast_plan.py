@@ -18,6 +18,7 @@ from vllm_omni.models.qwen_image.transformer import PackPlan
 
 MIN_BUCKET_SEGMENTS = 4
 MIN_BUCKET_LEN = 512
+MAX_BUCKET_LEN = 2048  # longer segments gain more from a kernel of their own than from a graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +76,12 @@ def make_fast_plan(plan: PackPlan) -> FastPlan:
 
 
 def find_bucket(plan: PackPlan, max_tokens: int) -> Bucket | None:
-    """The smallest one that a batch fits into; None: it has too many tokens for any."""
+    """The smallest one that a batch fits into; None: it is too large to gain from a graph."""
     num_image = _round_up(sum(plan.image_lens), ((2048, 256), (1 << 30, 512)))
     num_text = _round_up(sum(plan.text_lens), ((256, 64), (1024, 128), (1 << 30, 256)))
-    if num_image + num_text > max_tokens:
-        return None
     max_len = _power_of_two(max(plan.segment_lens), MIN_BUCKET_LEN)
+    if num_image + num_text > max_tokens or max_len > MAX_BUCKET_LEN:
+        return None
     num_filling = num_image + num_text - sum(plan.segment_lens)
     num_segments = len(plan.segment_lens) + -(-num_filling // max_len)
     return Bucket(num_image, num_text, _power_of_two(num_segments, MIN_BUCKET_SEGMENTS), max_len)
