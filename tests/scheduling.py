@@ -92,6 +92,7 @@ def create_scheduler(
     max_num_batched_tokens: int = 100,
     max_num_resident: int = 256,
     ageing_steps: int = 1000,
+    saturating_num_tokens: int = 4096,
     clock: FakeClock | None = None,
 ) -> DiffusionScheduler:
     config = DiTConfig(
@@ -100,6 +101,7 @@ def create_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_resident=max_num_resident,
         ageing_steps=ageing_steps,
+        saturating_num_tokens=saturating_num_tokens,
     )
     return DiffusionScheduler(config, clock or FakeClock())
 

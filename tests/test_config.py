@@ -26,8 +26,23 @@ AR_STAGE = STAGE | {"engine_type": "ar"}
 REFUSALS: list[tuple[type, dict[str, Any], str, Any, str]] = [
     *[
         (DiTConfig, {}, name, value, AT_LEAST_ONE)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "ageing_steps", "decode_batch_size")
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "saturating_num_tokens",
+            "ageing_steps",
+            "decode_batch_size",
+        )
         for value in NOT_COUNTS
+    ],
+    *[
+        (DiTConfig, {}, "gpu_memory_utilization", value, "a number above 0, at most 1")
+        for value in (0, -0.5, 1.01, math.nan, "0.9", True, None)
+    ],
+    *[(DiTConfig, {}, "vae_tile_size", value, "0, or a multiple of 64") for value in (1, 32, 100)],
+    *[
+        (DiTConfig, {}, "cpu_offload", value, "one of none, text_encoder, transformer")
+        for value in ("vae", None, True)
     ],
     *[
         (DiTConfig, {}, "worker_processes", value, "a whole number, at least 0")
@@ -231,5 +246,6 @@ def test_ar_stage_takes_a_dict_or_an_object(vllm_config: Any) -> None:
 @pytest.mark.parametrize("config_class", [DiTConfig, DiTCacheConfig])
 def test_every_plain_setting_has_its_line_of_help(config_class: Any) -> None:
     for field in dataclasses.fields(config_class):
-        if field.name != "cache_config":  # has settings of its own
+        # The one has settings of its own, the other is `OmniConfig.snapshot_every`.
+        if field.name not in ("cache_config", "snapshot_steps"):
             assert field.metadata["help"], field.name

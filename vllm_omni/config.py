@@ -121,13 +121,13 @@ class DiTConfig:
         0, "side in pixels of the tiles in which larger pictures are decoded; 0: in one piece", GPU
     )
     gpu_memory_utilization: float = setting(
-        0.9, "share of the GPU's memory for weights, requests and steps, as in vLLM", GPU
+        0.9, "share of the GPU that weights, requests and steps may take, as in vLLM", GPU
     )
     enforce_eager: bool = setting(
         False, "compile nothing and use no CUDA graphs, as always on CPUs", GPU
     )
     max_cudagraph_capture_size: int = setting(
-        5120, "most tokens of a step that runs as a CUDA graph; 0: none does", GPU
+        8192, "most tokens of a step that runs as a CUDA graph; 0: none does", GPU
     )
     quantization: Quantization = setting(
         "none", "of the transformer's large layers; fp8 takes half the memory", GPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -29,6 +30,22 @@ def log_format() -> tuple[str, str] | None:
 def set_socket_folder(folder: str) -> None:
     """Where vLLM puts the sockets between processes; it does not take them away itself."""
     os.environ["VLLM_RPC_BASE_PATH"] = folder
+
+
+def set_temporary_folder(folder: str) -> None:
+    """TMPDIR: where this process, its children and their libraries put what is not to stay."""
+    os.environ["TMPDIR"] = folder
+    tempfile.tempdir = folder
+
+
+def set_supervised() -> None:
+    """VLLM_OMNI_SUPERVISED: this process is a stage, and those it starts end with it."""
+    os.environ["VLLM_OMNI_SUPERVISED"] = "1"
+
+
+def is_supervised() -> bool:
+    """VLLM_OMNI_SUPERVISED: whether this process belongs to a stage that is supervised."""
+    return "VLLM_OMNI_SUPERVISED" in os.environ
 
 
 def keep_sockets_local() -> None:

@@ -71,6 +71,34 @@ def test_shortest_counts_only_the_work_that_remains() -> None:
     assert run_steps(scheduler, model, 3) == [["old"], ["old"], ["new"]]
 
 
+def test_shortest_fills_a_step_only_until_the_device_is_busy() -> None:
+    scheduler = create_scheduler("shortest", saturating_num_tokens=25, ageing_steps=3)
+    model = StubModel()
+    add_requests(
+        scheduler,
+        [
+            create_request("large", num_tokens=60, num_steps=2),
+            create_request("a", num_tokens=10, num_steps=2),
+            create_request("b", num_tokens=10, num_steps=3),
+            create_request("c", num_tokens=10, num_steps=4),
+        ],
+    )
+    # Two fill it; the overdue large one comes on top of what the policy picks.
+    assert run_steps(scheduler, model, 5) == [
+        ["a", "b"],
+        ["a", "b"],
+        ["b", "c"],
+        ["large", "c"],
+        ["large", "c"],
+    ]
+
+
+def test_the_shortest_steps_even_if_it_is_larger_than_what_keeps_the_device_busy() -> None:
+    scheduler = create_scheduler("shortest", saturating_num_tokens=5)
+    scheduler.add_request(create_request("a", num_tokens=60, num_steps=1))
+    assert run_steps(scheduler, StubModel(), 1) == [["a"]]
+
+
 def test_request_that_does_not_fit_is_passed_over_and_blocks_nobody() -> None:
     scheduler, model = create_scheduler(max_num_batched_tokens=100), StubModel()
     add_requests(

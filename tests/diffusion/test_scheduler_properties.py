@@ -104,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(20, 60),
         max_num_resident=st.sampled_from([1, 3, NO_LIMIT]),
         ageing_steps=st.sampled_from([1, 3, 8, 50]),
+        saturating_num_tokens=st.sampled_from([1, 15, 30, 4096]),
         decode_delay=st.integers(0, 2),
     )
     def start(
@@ -113,6 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens: int,
         max_num_resident: int,
         ageing_steps: int,
+        saturating_num_tokens: int,
         decode_delay: int,
     ) -> None:
         self.clock = FakeClock()
@@ -122,6 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_resident=max_num_resident,
             ageing_steps=ageing_steps,
+            saturating_num_tokens=saturating_num_tokens,
             clock=self.clock,
         )
         self.config = self.scheduler.config
@@ -257,10 +260,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_order(self, step: Step) -> None:
         """Who did not step had no room behind those that go before it, and not for too long."""
-        num_seqs = num_tokens = 0
+        num_seqs = num_tokens = num_picked_tokens = 0
         num_resident = sum(record.expected_end is None for record in self.started())
         for record in sorted(self.runnable(), key=self.order):
-            has_room = (
+            is_overdue = record.num_passed_over >= self.config.ageing_steps
+            is_full = (
+                self.config.policy == "shortest"
+                and not is_overdue
+                and num_picked_tokens > 0
+                and num_picked_tokens + record.num_tokens > self.config.saturating_num_tokens
+            )
+            has_room = not is_full and (
                 num_seqs < self.config.max_num_seqs
                 and num_tokens + record.num_tokens <= self.config.max_num_batched_tokens
                 and (record.is_started or num_resident < self.config.max_num_resident)
@@ -269,6 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if has_room:
                 num_seqs += 1
                 num_tokens += record.num_tokens
+                num_picked_tokens += 0 if is_overdue else record.num_tokens
                 num_resident += not record.is_started
             else:
                 record.num_passed_over += 1

@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def call_isolated(
-    call: Callable[..., list[R]],
+    call: Callable[..., Sequence[R]],
     request_ids: Sequence[str],
     columns: Sequence[Mapping[str, Any]],
     fail: Callable[[str, Exception], None],
@@ -63,8 +63,9 @@ def call_isolated(
         groups = [request_ids[:half], request_ids[half:]]
     else:
         groups = [[request_id] for request_id in request_ids]
+    reason = f"{type(error).__name__}: {str(error).partition('. ')[0]}"  # CUDA's go on and on
     logger.warning(
-        "a batch of %d failed (%r): again in %d parts", len(request_ids), error, len(groups)
+        "a batch of %d failed (%s): again in %d parts", len(request_ids), reason, len(groups)
     )
     del error  # or it would be held while the parts run
     done: dict[str, R] = {}

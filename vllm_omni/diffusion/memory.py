@@ -15,6 +15,7 @@ from vllm_omni.errors import StageExecutionError
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+_FRAGMENTATION = 0.1  # of the room, which the allocator may leave between blocks and streams
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def get_memory_budget(device: torch.device, utilization: float) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     in_use = torch.cuda.memory_allocated(device)
-    return min(int(total * utilization) - in_use, free)
+    return int((1 - _FRAGMENTATION) * min(int(total * utilization) - in_use, free))
 
 
 def measure_peak(device: torch.device, call: Callable[[], int]) -> MemoryUse:

@@ -170,7 +170,7 @@ class DiffusionModelRunner:
     def _call_isolated(
         self,
         doing: str,
-        call: Callable[..., list[R]],
+        call: Callable[..., Sequence[R]],
         request_ids: list[str],
         output: DiffusionModelRunnerOutput,
         *arguments: Mapping[str, Any],
@@ -193,7 +193,7 @@ class DiffusionModelRunner:
                 torch.cuda.synchronize(self.cache_manager.device)  # decodes free theirs at the end
                 torch.cuda.empty_cache()
             if doing == "step" and len(batch) > 1:  # the next step is not to find it out again
-                num_tokens = sum(self.states[id].num_tokens for id in batch) // 2
+                num_tokens = sum(self.states[id].num_tokens for id in batch) - 1
                 self.max_num_tokens = min(self.max_num_tokens or num_tokens, num_tokens)
 
         return call_isolated(call, request_ids, (self.states, *arguments), fail, on_out_of_memory)

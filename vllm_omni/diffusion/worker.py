@@ -53,8 +53,13 @@ class DiffusionWorker:
 
     def load_model(self) -> None:
         """Load the weights, warm up, and find out what fits beside them."""
-        if self.pipeline_manager.device.type == "cuda" and not self.config.enforce_eager:
-            envs.keep_compiled_code()
+        device = self.pipeline_manager.device
+        if device.type == "cuda":
+            # The allocator gives back what it only keeps before it takes more than this.
+            share = self.config.gpu_memory_utilization
+            torch.cuda.set_per_process_memory_fraction(share, device)
+            if not self.config.enforce_eager:
+                envs.keep_compiled_code()
         self.pipeline_manager.load()
         adapter_class = load_class(self.pipeline_manager.spec.adapter)
         self.adapter: RunnerAdapter[Any] = adapter_class(
@@ -65,7 +70,7 @@ class DiffusionWorker:
         )
         dummies = DummyRequests(self.adapter, self.cache_manager, self.config)
         dummies.warm_up(WarmupSize.parse(size) for size in self.config.warmup_sizes)
-        if self.pipeline_manager.device.type == "cuda":
+        if device.type == "cuda":
             limits = dummies.measure_limits()
             self.model_runner.max_num_tokens = limits.max_num_tokens
             self.adapter.limit_decode(limits.max_decode_latents)

@@ -91,7 +91,7 @@ class RunnerAdapter(Protocol[StateT]):
             stepped: the latents after it, from `step`.
         """
 
-    def start_decode(self, states: Sequence[StateT]) -> list[PendingResult]:
+    def start_decode(self, states: Sequence[StateT]) -> Sequence[PendingResult]:
         """The results of requests that have taken all their steps, now or a little later.
 
         Keeps nothing of a state: it may be released before its result is there.

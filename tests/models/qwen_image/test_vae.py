@@ -1,6 +1,7 @@
 """Pictures are decoded to the pixels of the stock VAE, with and without its work on zeros."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from torch import Tensor
 
-from vllm_omni.models.qwen_image.vae import decode_images, keep_first_frame_only
+from vllm_omni.models.qwen_image.vae import PictureDecoder, decode_images, keep_first_frame_only
 
 LATENTS_MEAN = [0.3 * channel - 1 for channel in range(8)]
 LATENTS_STD = [0.5 + 0.25 * channel for channel in range(8)]
@@ -118,3 +119,84 @@ def test_bfloat16_latents_and_weights() -> None:
     decoded = decode_images(vae, latents)
     assert decoded.dtype == torch.bfloat16
     torch.testing.assert_close(decoded.float(), expected, atol=0.05, rtol=0)
+
+
+# --- tiles, and compiled code for shapes that were warmed up ---
+
+
+@pytest.mark.parametrize(
+    ("height", "width"),
+    [
+        (16, 16),  # two by two tiles
+        (9, 20),
+        (40, 8),  # one column
+        (13, 14),  # the last tiles are narrower than what fades
+        (8, 8),  # fits into one
+    ],
+)
+def test_tiles_equal_diffusers_tiles(height: int, width: int) -> None:
+    stock, vae = create_vae(), create_vae()
+    stock.enable_tiling(64, 64, 48, 48)
+    latents = create_latents(2, height, width)
+    expected = decode_stock(stock, latents).clamp(-1, 1)
+    decoded = PictureDecoder(vae, tile_size=64).decode(latents)
+    torch.testing.assert_close(decoded, expected, atol=1e-5, rtol=0)
+
+
+def test_tiles_differ_from_one_piece_by_what_they_do_not_see() -> None:
+    """The middle block's attention sees all of a piece, so every pixel may change a little."""
+    latents = create_latents(1, 24, 24)
+    whole = PictureDecoder(create_vae()).decode(latents)
+    tiled = PictureDecoder(create_vae(), tile_size=128).decode(latents)
+    assert tiled.shape == whole.shape
+    difference = (tiled - whole).abs()
+    assert difference.mean() < 0.02  # random weights, pictures with a deviation of 0.1 and more
+    assert difference.max() < 0.5
+
+
+def test_what_fits_into_a_tile_is_decoded_in_one_piece() -> None:
+    latents = create_latents(2, 6, 8)
+    whole = PictureDecoder(create_vae()).decode(latents)
+    assert torch.equal(PictureDecoder(create_vae(), tile_size=64).decode(latents), whole)
+
+
+def test_a_picture_that_does_not_fit_is_decoded_in_tiles() -> None:
+    vae = create_vae()
+    decoder = PictureDecoder(vae)
+    tried: list[int] = []
+
+    def forbid_large(_: Any, arguments: tuple[Tensor, ...]) -> None:
+        tried.append(arguments[0].shape[-1])
+        if arguments[0].shape[-1] > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    latents = create_latents(1, 8, 96)
+    expected = PictureDecoder(create_vae(), tile_size=256).decode(latents)
+    vae.decoder.register_forward_pre_hook(forbid_large)
+    assert torch.equal(decoder.decode(latents), expected)
+    assert tried == [96, 32, 32, 32, 24]  # half of it would be 48, which is no multiple of 32
+    with pytest.raises(torch.OutOfMemoryError):  # first in smaller batches, by whoever called
+        decoder.decode(create_latents(2, 8, 96))
+
+
+def test_only_shapes_that_were_warmed_up_are_compiled() -> None:
+    compiled_shapes: list[tuple[int, ...]] = []
+
+    def note_compiles(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compiled_shapes.append(tuple(int(s) for s in inputs[-1].shape) if inputs else ())
+        return graph.forward
+
+    vae = create_vae()
+    plain = PictureDecoder(create_vae())
+    with torch.no_grad():
+        decoder = PictureDecoder(vae, backend=note_compiles)
+        decoder.decode(create_latents(1, 4, 4))
+        assert compiled_shapes == []
+        decoder.warm_up(create_latents(1, 4, 6))
+        num_compiled = len(compiled_shapes)
+        assert num_compiled > 0
+        for batch, height, width in [(1, 4, 6), (1, 4, 4), (2, 4, 6), (1, 6, 4)]:
+            latents = create_latents(batch, height, width)
+            expected = plain.decode(latents)
+            torch.testing.assert_close(decoder.decode(latents), expected, atol=1e-5, rtol=0)
+        assert len(compiled_shapes) == num_compiled

@@ -55,9 +55,11 @@ def add_settings(
 
 
 def _get_metavar(name: str, kind: type) -> str:
-    """What to write there, in a word; times are the numbers with a fraction."""
+    """What to write there, in a word; most numbers with a fraction are times."""
     if name.endswith("_bytes"):
         return "BYTES"
+    if name.endswith("_utilization"):
+        return "SHARE"
     return {int: "N", float: "SECONDS"}.get(kind, name.rpartition("_")[2].upper())
 
 

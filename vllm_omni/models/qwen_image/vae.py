@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from torch import Tensor, nn
 
+from vllm_omni.diffusion.isolation import is_out_of_memory
+
 logger = logging.getLogger(__name__)
+
+_MIN_TILE = 32  # latent positions, 256 pixels
 
 
 class SingleFrameConv(nn.Module):
@@ -72,7 +78,12 @@ class PictureDecoder:
         backend: what compiles the decoder, for shapes that were warmed up; empty: nothing does.
     """
 
-    def __init__(self, vae: AutoencoderKLQwenImage, tile_size: int = 0, backend: str = "") -> None:
+    def __init__(
+        self,
+        vae: AutoencoderKLQwenImage,
+        tile_size: int = 0,
+        backend: str | Callable[..., Any] = "",
+    ) -> None:
         self.vae = vae
         keep_first_frame_only(vae)
         device = next(vae.decoder.parameters()).device
@@ -83,11 +94,24 @@ class PictureDecoder:
         self._warm_shapes: set[torch.Size] = set()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Normalised latents [batch, channels, 1, h, w] to pictures [batch, 3, H, W], -1 to 1."""
+        """Normalised latents [batch, channels, 1, h, w] to pictures [batch, 3, H, W], -1 to 1.
+
+        A picture that does not fit into the memory alone is decoded in smaller and smaller tiles:
+        after all its steps, slightly other pixels are better than none.
+        """
         latents = _denormalise(self.vae, latents)
-        if self.tile and max(latents.shape[-2:]) > self.tile:
-            return self._decode_tiles(latents).clamp(-1.0, 1.0)
-        return self._decode_piece(latents).clamp(-1.0, 1.0)
+        tile = self.tile or max(latents.shape[-2:])
+        while True:
+            try:
+                return self._decode_tiles(latents, tile).clamp(-1.0, 1.0)
+            except Exception as error:
+                is_last = latents.shape[0] > 1 or tile <= _MIN_TILE
+                if is_last or not is_out_of_memory(error):
+                    raise
+            if latents.device.type == "cuda":
+                torch.cuda.empty_cache()
+            tile = max(_MIN_TILE, tile // 2 // _MIN_TILE * _MIN_TILE)
+            logger.warning("no memory to decode %s: in tiles of %d", latents.shape, tile)
 
     def warm_up(self, latents: Tensor) -> None:
         """Compile for the shape of some latents. Only here: no request waits for a compiler."""
@@ -105,18 +129,24 @@ class PictureDecoder:
             return decoded
         return _decode(self.vae, latents)
 
-    def _decode_tiles(self, latents: Tensor) -> Tensor:
-        """Tiles that overlap by a quarter and fade into each other, as diffusers' do."""
+    def _decode_tiles(self, latents: Tensor, size: int) -> Tensor:
+        """Tiles that overlap by a quarter and fade into each other, as diffusers' do.
+
+        Args:
+            size: of a tile's sides, in latent positions; what is no larger is one piece.
+        """
         height, width = latents.shape[-2:]
-        stride = self.tile * 3 // 4
+        if max(height, width) <= size:
+            return self._decode_piece(latents)
+        stride = size * 3 // 4
         ratio = self.vae.spatial_compression_ratio
-        overlap, kept = (self.tile - stride) * ratio, stride * ratio
+        overlap, kept = (size - stride) * ratio, stride * ratio
         strips: list[Tensor] = []
         above: list[Tensor] = []
         for top in range(0, height, stride):
             row: list[Tensor] = []
             for left in range(0, width, stride):
-                piece = latents[..., top : top + self.tile, left : left + self.tile]
+                piece = latents[..., top : top + size, left : left + size]
                 tile = self._decode_piece(piece)
                 if above:
                     tile = _fade(above[len(row)], tile, overlap, dim=2)
