@@ -65,6 +65,11 @@ def is_stopped(processes: Sequence[psutil.Process]) -> bool:
     return any(_status(process) in _STOPPED for process in processes)
 
 
+def waits_for_disk(processes: Sequence[psutil.Process]) -> bool:
+    """Whether one of them waits for a disk, or for memory that was moved there."""
+    return any(_status(process) == psutil.STATUS_DISK_SLEEP for process in processes)
+
+
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     """What they have used of the processor so far."""
     return sum(_cpu_seconds(process) for process in processes)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import aclosing
@@ -122,6 +123,8 @@ def test_a_broken_checkpoint_says_what_is_broken(
 def test_processes_have_names_and_end_with_their_parent(
     checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
+    """Also one that is stopped, and so cannot see that its parent is gone; no file stays."""
+    files = Path(tempfile.mkdtemp())  # a short path: it is to hold sockets
     script = tmp_path / "parent.py"
     script.write_text(
         "import time\n"
@@ -132,23 +135,31 @@ def test_processes_have_names_and_end_with_their_parent(
         "    time.sleep(60)\n"
     )
     with subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(files)},
     ) as parent:
         assert parent.stdout is not None
         while "ready" not in parent.stdout.readline():
             assert parent.poll() is None
-        stages = [
-            child
-            for child in psutil.Process(parent.pid).children(recursive=True)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        stages = {
+            child.cmdline()[0]: child
+            for child in children
             if child.cmdline()[0].startswith("vllm-omni")
-        ]
-        assert sorted(child.cmdline()[0] for child in stages) == [
-            "vllm-omni ar:0",
-            "vllm-omni diffusion:1",
-        ]
+        }
+        assert sorted(stages) == ["vllm-omni ar:0", "vllm-omni diffusion:1"]
+        stages["vllm-omni diffusion:1"].suspend()
         os.kill(parent.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(stages, timeout=10)
+        killed = time.monotonic()
+    _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []
+    while list(files.iterdir()) and time.monotonic() - killed < 10:
+        time.sleep(0.02)
+    assert list(files.iterdir()) == []
+    files.rmdir()
 
 
 @pytest.mark.parametrize("stage_id", [0, 1])

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import pytest
 from vllm_omni.engine.black_box import BlackBox
 from vllm_omni.engine.supervisor import Death, RestartPolicy, Supervisor
 from vllm_omni.errors import EngineDeadError, ModelLoadError
-from vllm_omni.processes import show_stacks_when_asked
+from vllm_omni.processes import end_with_parent, show_stacks_when_asked
 
 CONTEXT = multiprocessing.get_context("fork")  # starts in no time
 POLICY = RestartPolicy(max_restarts=3, hang_timeout=1.0, step_timeout=4.0, start_timeout=30.0)
@@ -41,7 +42,9 @@ class SmallProcess:
     def __init__(self, main: Main) -> None:
         self.black_box = BlackBox.make(CONTEXT)
         self.lifeline, theirs = CONTEXT.Pipe(duplex=False)
-        self.process = CONTEXT.Process(target=_run, args=(main, theirs, self.black_box))
+        self.process: BaseProcess = CONTEXT.Process(
+            target=_run, args=(main, theirs, self.black_box)
+        )
         self.process.start()
         theirs.close()
 
@@ -108,6 +111,12 @@ class Watcher:
         with self.news:
             assert self.news.wait_for(condition, timeout=30)
 
+    def wait_for_start(self, number: int) -> None:
+        self.wait(lambda: self.num_started == number)
+
+    def wait_for_death(self, number: int) -> None:
+        self.wait(lambda: len(self.deaths) == number)
+
     @property
     def pid(self) -> int:
         assert self.supervisor.pid is not None
@@ -137,10 +146,10 @@ def test_a_killed_process_is_noticed_at_once_and_started_again(
     watcher.supervisor.wait_until_ready()
     assert watcher.supervisor.state == "ready"
     for number in (1, 2):
-        watcher.wait(lambda number=number: watcher.num_started == number)
+        watcher.wait_for_start(number)
         start = time.monotonic()
         os.kill(watcher.pid, signal.SIGKILL)
-        watcher.wait(lambda number=number: len(watcher.deaths) == number)
+        watcher.wait_for_death(number)
         assert time.monotonic() - start < 1
     watcher.wait(lambda: watcher.num_started == 3)
     assert [death.cause for death in watcher.deaths] == ["killed by somebody (SIGKILL)"] * 2
@@ -172,7 +181,7 @@ def test_deaths_long_ago_do_not_count(watch: Callable[..., Watcher]) -> None:
     watcher = watch(beat, RestartPolicy(max_restarts=1, restart_window=0.01))
     watcher.supervisor.wait_until_ready()
     for number in (1, 2, 3):
-        watcher.wait(lambda number=number: watcher.num_started == number)
+        watcher.wait_for_start(number)
         watcher.supervisor.note_answer()
         os.kill(watcher.pid, signal.SIGTERM)
     watcher.wait(lambda: watcher.num_started == 4)
@@ -188,10 +197,10 @@ def test_what_it_says_at_the_first_start_is_final(watch: Callable[..., Watcher])
 
 def test_a_crash_loop_at_the_start_is_given_up(watch: Callable[..., Watcher]) -> None:
     def die(ready: Ready, black_box: BlackBox) -> None:
-        os.kill(os.getpid(), signal.SIGALRM)
+        os.kill(os.getpid(), signal.SIGUSR2)
 
     watcher = watch(die)
-    with pytest.raises(ModelLoadError, match=r"it died 4 times .* exit code -14"):
+    with pytest.raises(ModelLoadError, match=r"it died 4 times .* exit code -12"):
         watcher.supervisor.wait_until_ready()
     assert len(watcher.failures) == 1
 
@@ -279,6 +288,27 @@ def test_a_stopped_process_is_nobodys_fault(watch: Callable[..., Watcher]) -> No
     watcher.wait(lambda: bool(watcher.deaths))
     assert watcher.deaths[0].is_external and "stopped" in watcher.deaths[0].cause
     watcher.wait(lambda: watcher.num_started == 2)
+
+
+def _sleep() -> None:
+    end_with_parent()
+    time.sleep(1000)
+
+
+def _beat_with_child(ready: Ready, black_box: BlackBox) -> None:
+    CONTEXT.Process(target=_sleep).start()
+    beat(ready, black_box)
+
+
+def test_a_stopped_child_of_a_process_that_idles_is_noticed(watch: Callable[..., Watcher]) -> None:
+    watcher = watch(_beat_with_child)
+    watcher.supervisor.wait_until_ready()
+    [child] = psutil.Process(watcher.pid).children()
+    child.suspend()
+    watcher.wait_for_death(1)
+    assert watcher.deaths[0].is_external and "stopped" in watcher.deaths[0].cause
+    watcher.wait_for_start(2)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_process_that_talks_nonsense_is_killed(watch: Callable[..., Watcher]) -> None:

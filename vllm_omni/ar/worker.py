@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import current_process
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_omni import envs
 from vllm_omni.errors import ConfigError, EngineError
+from vllm_omni.processes import end_with_parent, show_stacks_when_asked
 
+_PROCESS_NAME = "VllmWorker"  # what vLLM calls them
 EXTRA_ARG = "hidden_states"  # key in `SamplingParams.extra_args`
 
 
@@ -41,6 +45,13 @@ def worker_class_name() -> str:
         f"there is no worker for vLLM's platform {current_platform.device_name!r}: "
         "hidden states need a CPU or an NVIDIA GPU"
     )
+
+
+def _end_with_core() -> None:
+    """Have a worker that is a process of its own end with its core, if that is supervised."""
+    if envs.is_supervised() and current_process().name.startswith(_PROCESS_NAME):
+        end_with_parent()
+        show_stacks_when_asked()
 
 
 @dataclass
@@ -93,6 +104,7 @@ class HiddenStatesMixin:
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         _check(vllm_config)
+        _end_with_core()
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self.held_rows: dict[str, HeldRows] = {}  # by request id, until the request ends
         self.step_rows: StepRows | None = None  # from `execute_model` to `sample_tokens`

@@ -301,6 +301,7 @@ def run_core_proc(
     title: str,
     lifeline: Connection,
     black_box: BlackBox,
+    run_folder: str,
     **kwargs: Any,
 ) -> None:
     """The main function of a stage's process, AR or diffusion.
@@ -310,9 +311,12 @@ def run_core_proc(
 
     Args:
         lifeline: takes what went wrong, in words, if the core cannot start.
+        run_folder: where whatever it writes may be taken away when its parent has ended.
         kwargs: of the core class.
     """
     setproctitle.setproctitle(title)
+    envs.set_temporary_folder(run_folder)
+    envs.set_supervised()
     envs.keep_sockets_local()
     end_with_parent()  # the forkserver, which ends with the process that has started it
     watch_parent()

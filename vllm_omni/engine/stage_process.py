@@ -30,6 +30,7 @@ from vllm_omni.engine.core_proc import run_core_proc
 from vllm_omni.engine.forkserver import start_forkserver
 from vllm_omni.engine.sockets import SocketFolder
 from vllm_omni.errors import EngineDeadError, ModelLoadError
+from vllm_omni.run_folder import get_run_folder
 
 
 class StageProcess(CoreEngineProcManager):  # type: ignore[misc]  # Any, in a cycle of vLLM's
@@ -65,7 +66,7 @@ class StageProcess(CoreEngineProcManager):  # type: ignore[misc]  # Any, in a cy
         self.process = context.Process(
             target=run_core_proc,
             name=title,
-            args=(core_class, title, theirs, self.black_box),
+            args=(core_class, title, theirs, self.black_box, str(get_run_folder())),
             kwargs={
                 "vllm_config": vllm_config,
                 "local_client": True,

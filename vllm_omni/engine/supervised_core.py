@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
@@ -280,6 +281,8 @@ class SupervisedCore:
         for output in outputs.outputs:
             if (entry := self.journal.get(output.request_id)) is None:
                 continue  # nobody waits for it any more
+            if output.finish_reason is VllmFinishReason.ABORT and not entry.is_aborted:
+                continue  # the process is being ended: the next one will take it
             if entry.take(output):
                 kept.append(output)
             if output.finished:

@@ -21,10 +21,19 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
+import psutil
+
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine.black_box import BlackBox
 from vllm_omni.errors import EngineDeadError, EngineError, ModelLoadError
-from vllm_omni.processes import SHOW_STACKS, cpu_seconds, find_tree, is_stopped, kill_tree
+from vllm_omni.processes import (
+    SHOW_STACKS,
+    cpu_seconds,
+    find_tree,
+    is_stopped,
+    kill_tree,
+    waits_for_disk,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +41,7 @@ _PERIOD = 0.2  # seconds between looks at a process that is there
 _LOOK_PERIOD = 1.0  # and between closer ones, which take longer
 _BACK_OFF = 0.1  # seconds before the second start in a row, doubled for each one more
 _MAX_BACK_OFF = 10.0
-_IDLE_CPU = 0.05  # of one processor: whoever uses less waits for something
+_IDLE_CPU = 0.02  # of one processor: whoever uses less waits for something
 _STACKS_TIME = 0.5  # seconds to write the stacks down
 
 State = Literal["starting", "ready", "restarting", "failed"]
@@ -120,6 +129,8 @@ class Supervisor(Generic[ProcessT]):
         self._last_beat: tuple[int, float] = (0, time.monotonic())
         self._idle: tuple[int, float, float] | None = None  # step, since when, processor time then
         self._next_look = 0.0
+        self._next_stop_look = 0.0
+        self._was_stopped = False
         # When this process ends, its children are taken away: that is no reason to start others.
         atexit.register(self._stop.set)
         self._thread = threading.Thread(target=self._run, name=f"supervisor {name}", daemon=True)
@@ -192,7 +203,7 @@ class Supervisor(Generic[ProcessT]):
         except (EngineDeadError, OSError, EOFError) as error:
             return Death(f"it cannot start: {error}")
         self._last_beat = (process.black_box.read().num_beats, time.monotonic())
-        self._idle = None
+        self._idle, self._was_stopped = None, False
         if self.state == "restarting":
             self.num_restarts += 1
             logger.info("%s is back", self.name)
@@ -255,6 +266,8 @@ class Supervisor(Generic[ProcessT]):
         policy = self.policy
         if (silence := now - self._last_beat[1]) >= policy.hang_timeout:
             return f"no sign of life for {silence:.1f} s"
+        if self._stays_stopped(process, now):
+            return "one of its processes does not run"
         if reading.busy_since is None:
             return None
         busy = now - reading.busy_since
@@ -264,24 +277,33 @@ class Supervisor(Generic[ProcessT]):
             return f"a step makes no progress for {busy:.1f} s"
         return None
 
+    def _stays_stopped(self, process: ProcessT, now: float) -> bool:
+        """Whether a process of the stage is stopped in two looks; also a worker that idles."""
+        if now < self._next_stop_look:
+            return False
+        self._next_stop_look = now + self.policy.hang_timeout / 2
+        was_stopped, self._was_stopped = self._was_stopped, is_stopped(_tree_of(process))
+        return was_stopped and self._was_stopped
+
     def _is_waiting(self, process: ProcessT, step: int, busy: float, now: float) -> bool:
         """Whether a step has used no processor for the second half of the time it is given."""
         limit = self.policy.hang_timeout
         if busy < limit / 2 or now < self._next_look:
             return False
         self._next_look = now + _LOOK_PERIOD
-        used = cpu_seconds(find_tree(process.process.pid or 0))
+        tree = _tree_of(process)
+        used = cpu_seconds(tree)
         if self._idle is None or self._idle[0] != step:
             self._idle = (step, now, used)
         _, since, used_before = self._idle
-        if used - used_before > _IDLE_CPU * max(now - since, 1.0):
-            self._idle = (step, now, used)  # it computes
+        if used - used_before > _IDLE_CPU * max(now - since, 1.0) or waits_for_disk(tree):
+            self._idle = (step, now, used)  # it does something
             return False
         return now - since >= limit / 2
 
     def _kill(self, process: ProcessT, cause: str) -> Death:
         """End a process that hangs, after a look at where it does."""
-        tree = find_tree(process.process.pid or 0)
+        tree = _tree_of(process)
         reading = process.black_box.read()
         if is_external := is_stopped(tree):
             cause += ": somebody has stopped it, so that it cannot show its stacks"
@@ -341,6 +363,10 @@ class _StartWatch:
                 continue
             kill_tree(self._process)
             return
+
+
+def _tree_of(process: Watched) -> list[psutil.Process]:
+    return find_tree(process.process.pid or 0)
 
 
 def _send(pid: int, signum: int) -> None:
