@@ -486,7 +486,7 @@ def test_end(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     assert [name for name in set(os.listdir("/dev/shm")) - before if not _is_used(name)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_jobs_outlive_the_server(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """Killed in the middle of things; what it had accepted is done by the next, each once."""
     arguments = (str(checkpoint(0)), "--state-dir", str(tmp_path / "state"), "--max-num-seqs", "1")

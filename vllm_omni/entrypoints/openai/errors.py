@@ -5,7 +5,8 @@
 404  no such route, model, job or picture   405  no such method
 408  the body did not arrive in time        413  body too large
 431  headers too large
-429  queue full, with Retry-After           503  engine down or not ready, with Retry-After
+429  queue full, with Retry-After           503  engine given up, shutting down, too many
+                                                 connections; with Retry-After
 504  the request's time is over             500  a stage failed on this request
 507  a job cannot be written to the disk
 """

@@ -97,7 +97,7 @@ class PictureParameters(Body):
         None, ge=0, le=100, description="Guidance; above 1 it is on, and a step costs twice."
     )
     priority: StrictInt = Field(
-        0, ge=-(2**31), le=2**31 - 1, description="Lower goes first, if the policy is priority."
+        0, ge=-(2**31), le=2**31 - 1, description="Of one key's requests, lower goes first."
     )
     output_mode: OutputMode = Field(
         OutputMode.PIXELS, description="Only pixels and pixels_and_mask can be had over HTTP."
