@@ -16,11 +16,8 @@ from functools import cache
 from multiprocessing import util
 from pathlib import Path
 
-from vllm_omni.errors import ConfigError
-
 _PREFIX = "vllm-omni"
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-(\w+)-\w+")  # pid, and when it started
-_MAX_PARENT = 40  # bytes of the folder around it: the address of a socket may have 107
 # Without a word, the other end of its input, which no other process has, has ended with its owner.
 _SHELL = 'trap "" INT TERM HUP; read -r _ || rm -rf -- "$@"'
 
@@ -44,9 +41,6 @@ def sweep() -> None:
 
 @cache
 def _make_run_folder(pid: int) -> Path:
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > _MAX_PARENT:
-        raise ConfigError("TMPDIR", parent, f"at most {_MAX_PARENT} bytes: it is to hold sockets")
     path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{pid}-{_start_time(pid)}-"))
     shell = subprocess.Popen(
         # Python's own folder has the socket of the forkserver.
@@ -78,7 +72,7 @@ def _start_time(pid: int) -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return "gone"
-    return f"{boot[:4]}{stat.rpartition(')')[2].split()[19]}"
+    return f"{boot[:2]}{int(stat.rpartition(')')[2].split()[19]):x}"
 
 
 def _is_left_by_forkserver(path: Path, heard: str) -> bool:

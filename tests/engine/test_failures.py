@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import aclosing
@@ -124,7 +123,8 @@ def test_processes_have_names_and_end_with_their_parent(
     checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
     """Also one that is stopped, and so cannot see that its parent is gone; no file stays."""
-    files = Path(tempfile.mkdtemp())  # a short path: it is to hold sockets
+    files = tmp_path / "files"  # a path longer than a socket's may be
+    files.mkdir()
     script = tmp_path / "parent.py"
     script.write_text(
         "import time\n"
@@ -159,7 +159,6 @@ def test_processes_have_names_and_end_with_their_parent(
     while list(files.iterdir()) and time.monotonic() - killed < 10:
         time.sleep(0.02)
     assert list(files.iterdir()) == []
-    files.rmdir()
 
 
 @pytest.mark.parametrize("stage_id", [0, 1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +18,9 @@ class SocketFolder:
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(dir=get_run_folder())  # mode 0700
+        self._descriptor = os.open(self._folder.name, os.O_RDONLY | os.O_DIRECTORY)
+        # As long as somebody may close a socket: that takes its file away by its name.
+        weakref.finalize(self, os.close, self._descriptor)
         self.is_removed = False
 
     @property
@@ -23,8 +28,11 @@ class SocketFolder:
         return Path(self._folder.name)
 
     def make_address(self, name: str) -> str:
-        """A ZMQ address that no socket has yet."""
-        return f"ipc://{self.path / name}"
+        """A ZMQ address that no socket has yet.
+
+        By the number of the open folder: a socket's name may have 107 bytes, a path has more.
+        """
+        return f"ipc:///proc/{os.getpid()}/fd/{self._descriptor}/{name}"
 
     def remove(self) -> None:
         """Connections stay. May be called twice."""
