@@ -8,8 +8,8 @@ seconds. Scores are taken on many prompts, seconds on a quiet CPU, where nothing
 
     export PYTHONPATH=.    # where vLLM-omni is not installed, with vendor/ as told below
     bench="python benchmarks/cache_quality.py"
-    $bench --device cuda --processes 8 --out scores.json
-    $bench --engine diffusers --prompts 48 --processes 7 --out alone.json
+    $bench --device cuda --processes 12 --out scores.json
+    $bench --engine diffusers --device cuda --prompts 60 --processes 3 --out alone.json
     $bench --prompts 8 --batch 4 --rounds 2 --out clock.json
     $bench --engine diffusers --prompts 8 --rounds 2 --out clock_alone.json
     $bench --report scores.json alone.json --clock clock.json clock_alone.json --out table.md
@@ -64,20 +64,17 @@ SETTINGS: Mapping[str, Sequence[str]] = {
         *(f"first_block {threshold}" for threshold in (0.2, 0.22)),
         *(f"first_block {threshold} max_skips=2" for threshold in (0.25, 0.3)),
         "tea 0.2",
-        *(f"tea {threshold} warmup_steps=3" for threshold in (0.2, 0.25, 0.3)),
-        "taylor 0.22",
-        "taylor 0.22 extrapolation=0.5",
-        *(f"taylor {threshold} max_skips=2 extrapolation=0.5" for threshold in (0.25, 0.3)),
-        *(
-            f"taylor {threshold} max_skips=2 order=2 extrapolation=0.25"
-            for threshold in (0.25, 0.3)
-        ),
+        *(f"tea {threshold} warmup_steps=3" for threshold in (0.2, 0.25)),
+        "taylor 0.2",
+        *(f"taylor {threshold} extrapolation=0.5" for threshold in (0.2, 0.22, 0.25)),
+        "taylor 0.25 max_skips=2 extrapolation=0.5",
+        "taylor 0.2 order=2 extrapolation=0.25",
     ),
     ALONE: (
         "none",
-        "first_block 0.25",
-        "cache_dit residual_diff_threshold=0.25 max_warmup_steps=2",
-        "cache_dit residual_diff_threshold=0.25 max_warmup_steps=2 calibrator=taylorseer",
+        "first_block 0.2",
+        "cache_dit residual_diff_threshold=0.2 max_warmup_steps=2",
+        "cache_dit residual_diff_threshold=0.2 max_warmup_steps=2 calibrator=taylorseer",
     ),
 }
 """By engine, no cache first: a method, for ours its threshold, and further fields."""
@@ -121,6 +118,7 @@ class Drawing:
     pictures: list[Pixels]
     num_blocks: int  # computed, over all rows of all steps
     seconds: float
+    cpu_seconds: float  # of the process: what others do on the machine has less of a part in it
 
 
 class Artist(Protocol):
@@ -153,7 +151,7 @@ class Engine:
         self.num_layers: int = read_json(args.model, "transformer/config.json")["num_layers"]
 
     def draw(self, tasks: Sequence[Task], setting: Setting, num_steps: int = NUM_STEPS) -> Drawing:
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         for index, task in enumerate(tasks):
             params = DiffusionParams(
                 negative_prompt=" ",
@@ -167,12 +165,13 @@ class Engine:
             inputs = self.processor.process(task.prompt, params)
             self.core.add_request(DiffusionRequest(request_id=str(index), custom_inputs=inputs))
         ended = self._run()
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         outputs = [ended[str(index)] for index in range(len(tasks))]
         return Drawing(
             pictures=[_pixels_of(output) for output in outputs],
             num_blocks=sum(map(self._count_blocks, outputs)),
             seconds=seconds,
+            cpu_seconds=cpu_seconds,
         )
 
     def _run(self) -> dict[str, EngineCoreOutput]:
@@ -198,15 +197,15 @@ def _pixels_of(output: EngineCoreOutput) -> Pixels:
     return pixels
 
 
-# --- alone in diffusers, on the CPU ---
+# --- alone in diffusers ---
 
 
 @cache
-def load_pipeline(model: Path) -> Any:
+def load_pipeline(model: Path, device: str) -> Any:
     """The stock pipeline; `num_blocks` of its transformer counts computed blocks."""
     from diffusers import QwenImagePipeline
 
-    pipeline = QwenImagePipeline.from_pretrained(model, dtype=torch.float32)
+    pipeline = QwenImagePipeline.from_pretrained(model, dtype=torch.float32).to(device)
     pipeline.set_progress_bar_config(disable=True)
     network = pipeline.transformer
     network.num_blocks = 0
@@ -221,36 +220,44 @@ def load_pipeline(model: Path) -> Any:
 
 
 class Alone:
-    """Draws one picture after another, as users of diffusers do, in one process or several."""
+    """Draws one picture after another, as users of diffusers do; on CPUs in many processes."""
 
     def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
         self.model = args.model
-        self.pool = pool
+        self.device = args.device
+        self.pool = pool if self.device == "cpu" else None
 
     def draw(self, tasks: Sequence[Task], setting: Setting) -> Drawing:
         if self.pool is None:
-            return draw_alone(self.model, setting, tasks)
-        starts = range(0, len(tasks), CHUNK)
+            return draw_alone(self.model, self.device, setting, tasks)
         parts = [
-            self.pool.submit(draw_alone, self.model, setting, tasks[start : start + CHUNK])
-            for start in starts
+            self.pool.submit(
+                draw_alone, self.model, self.device, setting, tasks[start : start + CHUNK]
+            )
+            for start in range(0, len(tasks), CHUNK)
         ]
         drawings = [part.result() for part in parts]
         return Drawing(
             pictures=[picture for drawing in drawings for picture in drawing.pictures],
             num_blocks=sum(drawing.num_blocks for drawing in drawings),
             seconds=sum(drawing.seconds for drawing in drawings),
+            cpu_seconds=sum(drawing.cpu_seconds for drawing in drawings),
         )
 
 
-def draw_alone(model: Path, setting: Setting, tasks: Sequence[Task]) -> Drawing:
+def draw_alone(model: Path, device: str, setting: Setting, tasks: Sequence[Task]) -> Drawing:
     """With the pipeline of this process."""
-    pipeline = load_pipeline(model)
+    pipeline = load_pipeline(model, device)
     network = pipeline.transformer
     before = network.num_blocks
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     pictures = [_draw_one(pipeline, setting, task) for task in tasks]
-    return Drawing(pictures, network.num_blocks - before, time.perf_counter() - start)
+    return Drawing(
+        pictures=pictures,
+        num_blocks=network.num_blocks - before,
+        seconds=time.perf_counter() - start,
+        cpu_seconds=time.process_time() - cpu_start,
+    )
 
 
 def _draw_one(pipeline: Any, setting: Setting, task: Task) -> Pixels:
@@ -331,18 +338,25 @@ class Bench:
     def run(self) -> Iterator[dict[str, Any]]:
         """The figures of each setting; it is judged while the next one is drawn."""
         settings = [Setting(cache) for cache in self.args.settings or SETTINGS[self.args.engine]]
-        self.artist.draw(self.tasks[:1] if self.pool is None else self.tasks, settings[0])
+        self.artist.draw(self.tasks[:1], settings[0])  # everything is loaded
         judged: list[Judged] = []
-        for setting in settings:
-            drawing = min(
-                (self.artist.draw(self.tasks, setting) for _ in range(self.args.rounds)),
-                key=lambda drawing: drawing.seconds,
-            )
-            print(f"{drawing.seconds:8.2f} s  {setting.cache}", file=sys.stderr, flush=True)
+        for setting, drawing in self._draw(settings):
             judged.append(Judged(setting, drawing, self._judge(drawing.pictures)))
             if len(judged) > 1:
                 yield self._report(judged[-2], judged[0])
         yield self._report(judged[-1], judged[0])
+
+    def _draw(self, settings: Sequence[Setting]) -> Iterator[tuple[Setting, Drawing]]:
+        """Each as soon as it is there; of several rounds, in which all take turns, the fastest."""
+        best: dict[Setting, Drawing] = {}
+        for number in range(1, self.args.rounds + 1):
+            for setting in settings:
+                drawing = self.artist.draw(self.tasks, setting)
+                print(f"{drawing.seconds:8.2f} s  {setting.cache}", file=sys.stderr, flush=True)
+                if setting not in best or drawing.cpu_seconds < best[setting].cpu_seconds:
+                    best[setting] = drawing
+                if number == self.args.rounds:
+                    yield setting, best[setting]
 
     def _judge(self, pictures: Sequence[Pixels]) -> list[Future[bool]]:
         if self.pool is None:
@@ -361,7 +375,9 @@ class Bench:
             "psnr": round(float(np.mean(psnrs)), 1),
             "worst_psnr": round(min(psnrs), 1),
             "seconds": round(drawing.seconds, 2),
+            "cpu_seconds": round(drawing.cpu_seconds, 2),
             "time_ratio": round(without.seconds / drawing.seconds, 3),
+            "cpu_time_ratio": round(without.cpu_seconds / drawing.cpu_seconds, 3),
             **(self._score(one, plain) if one.verdicts else {}),
         }
 
@@ -425,8 +441,8 @@ def to_markdown(scores: Sequence[dict[str, Any]], clocks: Sequence[dict[str, Any
     timed = {(one["engine"], one["cache"]): one for clock in clocks for one in clock["results"]}
     lines = [
         "| engine | cache | score, % | lost / won | block computations | PSNR, dB (worst) "
-        "| seconds a picture | times faster |",
-        "|---|---|---|---|---|---|---|---|",
+        "| seconds a picture | of the CPU | times faster | by CPU time |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in (one for report in scores for one in report["results"]):
         time_of = timed.get((one["engine"], one["cache"]))
@@ -438,8 +454,14 @@ def to_markdown(scores: Sequence[dict[str, Any]], clocks: Sequence[dict[str, Any
             f"{one['lost']} / {one['won']}" if score else "",
             f"{one['block_ratio']:.2f}x fewer",
             "" if one["cache"] == "none" else f"{one['psnr']} ({one['worst_psnr']})",
-            f"{time_of['seconds'] / time_of['prompts']:.2f}" if time_of else "",
-            f"{time_of['time_ratio']:.2f}" if time_of else "",
+            *(
+                f"{time_of[name] / time_of['prompts']:.2f}" if time_of else ""
+                for name in ("seconds", "cpu_seconds")
+            ),
+            *(
+                f"{time_of[name]:.2f}" if time_of else ""
+                for name in ("time_ratio", "cpu_time_ratio")
+            ),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -461,7 +483,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--engine", choices=list(SETTINGS), default=OURS)
     parser.add_argument("--model", type=Path, default=Path("vllm_omni/demo"))
     parser.add_argument("--out", type=Path, required=True, help="JSON, or Markdown of --report")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of our engine")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to draw")
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--batch", type=int, default=300, help="pictures in a step of our engine")
     parser.add_argument("--rounds", type=int, default=1, help="the fastest counts")

@@ -3,6 +3,7 @@
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -263,6 +264,53 @@ def test_pinned_request_does_not_expire_until_it_is_released() -> None:
     clock.now += 2 * INTERVAL
     manager.clear_expired_cache()
     assert manager.used_bytes == 0
+
+
+def test_step_caches_of_a_request_that_is_passed_over_expire() -> None:
+    """All of them at once, pinned or not; its latents stay."""
+    clock = FakeClock()
+    manager = create_manager(clock=clock)
+    gone: list[str] = []
+    for request_id in ("waits", "runs"):
+        manager.pin_request(request_id)
+        manager.cache_latents(request_id, torch.ones(4))
+        assert manager.try_cache_tensor(request_id, "signal", torch.ones(8))
+        assert manager.try_hold(request_id, "other", 50, partial(gone.append, request_id))
+    clock.now += INTERVAL
+    assert manager.get_cache("runs", "signal") is not None
+    clock.now += 1
+    manager.clear_expired_cache()
+    assert gone == ["waits"]
+    assert manager.get_cache("waits", "signal") is None
+    assert manager.get_cached_latents("waits") is not None
+    assert manager.get_bytes() == {"request": 32, "step_cache": 32 + 50, "prompt": 0}
+    assert manager.get_evictions() == {"step_cache": 0, "prompt": 0}  # nobody took the room
+
+
+def test_bytes_and_evictions_by_kind() -> None:
+    manager = create_manager(max_cache_size=300)
+    manager.cache_prompt("p", create_prompt(1, 100))
+    manager.allocate_cache("a", 50)
+    assert manager.try_cache_tensor("a", "x", create_prompt(1, 60))
+    assert manager.try_cache_tensor("a", "y", create_prompt(1, 40))
+    assert manager.get_bytes() == {"request": 50, "step_cache": 100, "prompt": 100}
+    manager.allocate_cache("b", 120)
+    assert manager.get_bytes() == {"request": 170, "step_cache": 100, "prompt": 0}
+    assert manager.get_evictions() == {"step_cache": 0, "prompt": 1}
+    manager.allocate_cache("b", 100, "more")
+    assert manager.get_bytes() == {"request": 270, "step_cache": 0, "prompt": 0}
+    assert manager.get_evictions() == {"step_cache": 1, "prompt": 1}
+    assert manager.num_evictions == 2
+
+
+def test_reserved_buffers_give_no_room() -> None:
+    """A step cache in one of them is not evicted for a request that needs room elsewhere."""
+    manager = create_manager(reserved=[64], max_cache_size=300)
+    assert manager.try_cache_tensor("a", "x", torch.ones(16))
+    assert manager.try_cache_tensor("b", "x", torch.ones(20))
+    manager.allocate_cache("c", 236)
+    assert manager.get_cache("a", "x") is not None and manager.get_cache("b", "x") is None
+    assert manager.get_evictions()["step_cache"] == 1
 
 
 # --- prompts ---

@@ -44,6 +44,7 @@ class DiTCacheManager:
     for `cache_cleanup_interval` seconds; those of a pinned request do not expire. Shared ones
     (prompt embeddings) give way, least recently used first, when a request needs the room; then a
     request's optional ones (step caches), those of the request that used its own longest ago.
+    Both expire as well: a request that is passed over for so long gives its step caches back.
     """
 
     def __init__(
@@ -210,6 +211,10 @@ class DiTCacheManager:
             if request_id not in self._pinned:
                 for name in [name for name, e in entries.items() if e.last_used < oldest]:
                     self._drop(request_id, name)
+        for request_id, entries in self._step_caches.items():
+            if all(entry.last_used < oldest for entry in entries.values()):
+                for name in entries:
+                    self._drop(request_id, name)
         for key in [key for key, e in self._shared.items() if e.last_used < oldest]:
             self._drop_shared(key)
 
@@ -231,26 +236,27 @@ class DiTCacheManager:
                 self._drop_shared(next(iter(self._shared)))
                 self._evictions[CacheKind.PROMPT] += 1
             else:
-                self._evict_request(self._evictable)
+                self._evict_request()
                 self._evictions[CacheKind.STEP_CACHE] += 1
 
     @property
-    def _evictable(self) -> dict[str, dict[str, _Entry]]:
-        """The step caches, by request and name, of requests whose eviction gives room."""
-        step_caches = {
+    def _step_caches(self) -> dict[str, dict[str, _Entry]]:
+        """By request and name."""
+        by_request = {
             request_id: {
                 name: entry for name, entry in entries.items() if entry.kind is CacheKind.STEP_CACHE
             }
             for request_id, entries in self._requests.items()
         }
-        return {
-            request_id: entries
-            for request_id, entries in step_caches.items()
-            if any(entry.num_bytes for entry in entries.values())
-        }
+        return {request_id: entries for request_id, entries in by_request.items() if entries}
 
-    def _evict_request(self, evictable: dict[str, dict[str, _Entry]]) -> None:
-        """Of the request that used its own longest ago, all: a part is of no use."""
+    def _evict_request(self) -> None:
+        """Of the request that used its own longest ago, all step caches: a part is of no use."""
+        evictable = {
+            request_id: entries
+            for request_id, entries in self._step_caches.items()
+            if any(entry.num_bytes for entry in entries.values())  # reserved buffers give no room
+        }
         oldest = min(
             evictable, key=lambda id: max(entry.last_used for entry in evictable[id].values())
         )
