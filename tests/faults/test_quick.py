@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 
 import pytest
 
@@ -12,7 +10,7 @@ from tests.drawing import MakeCheckpoint
 from tests.faults.conftest import MakeVictim
 from tests.faults.load import CONNECTED, NEVER, Load, create_asks, learn
 from tests.faults.scenes import MID_STEP, SENDING, hurt_under_load, terminate_under_load
-from tests.faults.victim import API, DIFFUSION, Leftovers, Victim
+from tests.faults.victim import DIFFUSION, Leftovers, Victim
 
 NUM = 30
 ASKS = create_asks(NUM, steps=8)
@@ -49,15 +47,4 @@ def test_told_to_end_under_load(victim: Victim, expected: Expected) -> None:
     figures = terminate_under_load(victim, asks, expected)
     assert figures["exit_code"] == 0, victim.log.read_text()[-5000:]
     assert {name: figures[name] for name in NEVER} == NEVER and figures["failed"] == 0
-    assert victim.find_leftovers() == Leftovers()
-
-
-@pytest.mark.slow
-def test_killed_while_it_loads(start: MakeVictim, checkpoint: MakeCheckpoint) -> None:
-    """Nothing stays of a server that could not say good-bye."""
-    victim = start(str(checkpoint(0)))
-    victim.find(DIFFUSION)
-    time.sleep(1)
-    os.kill(victim.find(API), signal.SIGKILL)
-    assert victim.wait_for_exit() == -signal.SIGKILL
     assert victim.find_leftovers() == Leftovers()
