@@ -55,6 +55,7 @@ class DiffusionWorker:
         """Load the weights, warm up, and find out what fits beside them."""
         device = self.pipeline_manager.device
         if device.type == "cuda":
+            torch.cuda.set_device(device)
             # The allocator gives back what it only keeps before it takes more than this.
             share = self.config.gpu_memory_utilization
             torch.cuda.set_per_process_memory_fraction(share, device)

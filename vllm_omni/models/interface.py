@@ -66,7 +66,9 @@ StateT = TypeVar("StateT", bound=RequestState)
 class RunnerAdapter(Protocol[StateT]):
     """The model's side of a step. All methods work on any mix of requests."""
 
-    model_time: float  # seconds spent inside the model's networks, summed up
+    @property
+    def model_time(self) -> float:
+        """Seconds spent inside the model's networks, summed up."""
 
     def __init__(
         self, pipeline: PipelineManager, cache_manager: DiTCacheManager, config: DiTConfig

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +18,7 @@ from vllm_omni.diffusion.cache_manager import DiTCacheManager
 from vllm_omni.diffusion.decode_manager import ParallelDecodeManager, PendingPicture
 from vllm_omni.diffusion.external_cache import ExternalCache, make_external_cache
 from vllm_omni.diffusion.messages import RequestResult
+from vllm_omni.diffusion.model_clock import ModelClock
 from vllm_omni.diffusion.pipeline_manager import PipelineManager
 from vllm_omni.diffusion.sampling import estimate_final, euler_step
 from vllm_omni.diffusion.step_cache import PackedStepCache, RowCache, make_row_caches
@@ -158,7 +157,7 @@ class QwenImageRunnerAdapter:
         self.decode_manager = ParallelDecodeManager(
             self._decode_vae, config.decode_batch_size, pipeline.device
         )
-        self.model_time = 0.0
+        self._clock = ModelClock(pipeline.device)
         self._decoder: PictureDecoder | None = None
         self._plans: OrderedDict[tuple[RowShape, ...], PackPlan] = OrderedDict()
         self._batch: PackedBatch | None = None
@@ -195,6 +194,11 @@ class QwenImageRunnerAdapter:
         """Keep nothing on the device that can be made again: weights are about to leave it."""
         self._transformer = self._fast = self._batch = None
         self._plans.clear()
+
+    @property
+    def model_time(self) -> float:
+        """Seconds inside the networks; a GPU's decodes are left out, they run beside steps."""
+        return self._clock.read()
 
     @torch.no_grad()
     def generate(self, custom_inputs: QwenImageCustomInputs) -> RequestResult:
@@ -267,7 +271,7 @@ class QwenImageRunnerAdapter:
         key = (inputs.num_prefix_tokens, tuple(token_ids))
         if (cached := self.cache_manager.get_cached_prompt(key)) is not None:
             return cached
-        with self._timed():
+        with self._clock.running():
             encoded = self.pipeline.encode_text(token_ids, inputs.num_prefix_tokens)
         self.cache_manager.cache_prompt(key, encoded)
         return encoded
@@ -304,7 +308,7 @@ class QwenImageRunnerAdapter:
         # Rows: the conditional branch of every request, then the guided ones' unconditional one.
         timesteps = self._timesteps(levels[:, 0])
         model_input = torch.cat((latents, latents[: batch.num_guided_tokens])).to(dtype)
-        with self._timed():
+        with self._clock.running():
             velocity = self._predict(batch, model_input, timesteps[batch.row_states])
         velocity = self.block_manager.apply_classifier_free_guidance(
             velocity.float(), batch.guidance_scale
@@ -496,7 +500,9 @@ class QwenImageRunnerAdapter:
         return inputs.mask.to("cpu", torch.uint8)
 
     def _decode_vae(self, latents: Tensor) -> Tensor:
-        with self._timed():
+        if latents.device.type == "cuda":
+            return self._get_decoder().decode(latents)
+        with self._clock.running():
             return self._get_decoder().decode(latents)
 
     def _get_decoder(self) -> PictureDecoder:
@@ -506,12 +512,6 @@ class QwenImageRunnerAdapter:
                 self.pipeline.vae, self.config.vae_tile_size, "inductor" if is_compiled else ""
             )
         return self._decoder
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.model_time += time.perf_counter() - start
 
 
 def _shapes_of(rows: Sequence[Row]) -> tuple[RowShape, ...]:
