@@ -48,7 +48,10 @@ def narrow(document: Mapping[str, Any], known: Known) -> dict[str, Any]:
                 "name": known.file_names,
                 "request_id": known.request_ids,
             }
-            for parameter in operation.get("parameters", ()):
+            # A key that was drawn before, with another body, is refused.
+            drawn = [each for each in operation.get("parameters", ()) if each["in"] != "header"]
+            operation["parameters"] = drawn
+            for parameter in drawn:
                 if parameter["name"] in ids:
                     parameter["schema"] = {"enum": [*ids[parameter["name"]]]}
     schemas = narrowed["components"]["schemas"]

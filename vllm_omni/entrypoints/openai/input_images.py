@@ -1,7 +1,8 @@
 """Pictures that clients send: inside the request, or by an address where that is allowed.
 
-A picture is looked at in a thread, its header first; what goes on is its file, which vLLM reads
-again when the request's turn comes: a file is small, its pixels are not.
+A picture is decoded in a process that may die of it (`picture_check.py`), its header first; what
+goes on is its file, which vLLM reads again when the request's turn comes: a file is small, its
+pixels are not.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import io
 import ipaddress
 import re
 import socket
@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpx
-from PIL import Image
 
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.errors import APIError
+from vllm_omni.entrypoints.openai.picture_check import Facts, PictureChecker
 
 # By PIL's names.
 MEDIA_TYPES = {
@@ -30,7 +30,6 @@ MEDIA_TYPES = {
     "WEBP": "image/webp",
     "GIF": "image/gif",
 }
-_WITH_PREVIEW = "MPO"  # what PIL calls a JPEG of which cameras have put a second one behind
 MIN_SIDE = 8
 """Pixels. Processors take a side of 1 or 3 for the colours."""
 MAX_ASPECT = 100
@@ -69,6 +68,7 @@ class ImageReader:
         self.config = config
         self._is_allowed = is_allowed or is_public
         self._fetch_timeout = fetch_timeout
+        self._checker = PictureChecker()
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="vllm-omni-reader")
 
     async def read(self, images: list[InputImage]) -> list[str]:
@@ -87,6 +87,7 @@ class ImageReader:
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._checker.shutdown()
 
     # --- inside the request ---
 
@@ -106,31 +107,27 @@ class ImageReader:
         """Refuse what PIL cannot read, and what is not worth reading."""
         if not data:
             raise _refuse(image, "the picture has 0 bytes")
-        try:
-            with Image.open(io.BytesIO(data), formats=[*MEDIA_TYPES]) as opened:
-                self._check_header(image, opened)
-                opened.load()
-                media_type = MEDIA_TYPES.get(opened.format or "", "image/jpeg")
-        except APIError:
-            raise
-        except Image.DecompressionBombError as error:
-            most = self.config.max_input_pixels
-            raise _refuse(image, f"it has more than {most} pixels") from error
-        except Exception as error:  # a broken file makes PIL raise anything
-            raise _refuse(image, "it is no png, jpeg, webp or gif, or a broken one") from error
+        facts = self._checker.check(data, self.config.max_input_pixels)
+        self._check_facts(image, facts)
+        media_type = MEDIA_TYPES.get(facts.format, "image/jpeg")
         return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
-    def _check_header(self, image: InputImage, opened: Image.Image) -> None:
-        width, height = opened.size
-        if width * height > self.config.max_input_pixels:
-            most = self.config.max_input_pixels
-            raise _refuse(image, f"it has {width}x{height} pixels, more than {most}")
-        short, long = sorted((width, height))
-        if short < MIN_SIDE or long > short * MAX_ASPECT:
+    def _check_facts(self, image: InputImage, facts: Facts) -> None:
+        size, most = f"{facts.width}x{facts.height}", self.config.max_input_pixels
+        if facts.problem == "costly":
+            raise _refuse(image, "it takes too long or too much memory to read")
+        if facts.problem == "huge":
+            raise _refuse(image, f"it has more than {most} pixels")
+        if facts.width * facts.height > most:
+            raise _refuse(image, f"it has {size} pixels, more than {most}")
+        short, long = sorted((facts.width, facts.height))
+        if facts.format and (short < MIN_SIDE or long > short * MAX_ASPECT):
             allowed = f"each side at least {MIN_SIDE}, and at most {MAX_ASPECT} times the other"
-            raise _refuse(image, f"it has {width}x{height} pixels: {allowed}")
-        if opened.format != _WITH_PREVIEW and getattr(opened, "is_animated", False):
+            raise _refuse(image, f"it has {size} pixels: {allowed}")
+        if facts.is_animated:
             raise _refuse(image, "it is animated: send one of its pictures")
+        if facts.problem:
+            raise _refuse(image, "it is no png, jpeg, webp or gif, or a broken one")
 
     # --- by an address ---
 
