@@ -83,7 +83,10 @@ class _Child:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # PIL warns of this and that
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._calls, self._replies = self._process.stdin, self._process.stdout
