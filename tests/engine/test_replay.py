@@ -144,6 +144,24 @@ def test_pixels_of_a_stage_that_is_killed_are_those_of_one_that_is_not(
     run(main())
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.25])
+def test_it_may_be_killed_at_any_moment_of_its_start(
+    llm: OmniAsyncLLM, run: Run, seconds: float
+) -> None:
+    async def main() -> None:
+        undisturbed = await draw_all(llm, range(2), num_inference_steps=10)
+        first = get_pid(llm)
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while llm.stage_health()[1].pid == first:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(seconds)
+        os.kill(get_pid(llm), signal.SIGKILL)
+        assert_same(await draw_all(llm, range(2), num_inference_steps=10), undisturbed)
+
+    run(main())
+
+
 def test_with_a_step_cache_it_begins_again(llm: OmniAsyncLLM, run: Run) -> None:
     """What a cache has stored is not in a snapshot; the picture is the same for all that."""
 

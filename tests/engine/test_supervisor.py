@@ -41,6 +41,7 @@ class SmallProcess:
 
     def __init__(self, main: Main) -> None:
         self.black_box = BlackBox.make(CONTEXT)
+        self.released = threading.Event()
         self.lifeline, theirs = CONTEXT.Pipe(duplex=False)
         self.process: BaseProcess = CONTEXT.Process(
             target=_run, args=(main, theirs, self.black_box)
@@ -56,6 +57,9 @@ class SmallProcess:
             raise EngineDeadError(f"exit code {self.process.exitcode}") from None
         if text != "ready":
             raise ModelLoadError(text)
+
+    def release_client(self) -> None:
+        self.released.set()
 
     def shutdown(self) -> None:
         self.process.kill()
@@ -78,8 +82,9 @@ def beat(ready: Ready, black_box: BlackBox) -> None:
 class Watcher:
     """A supervisor, and what it has said."""
 
-    def __init__(self, main: Main, policy: RestartPolicy = POLICY) -> None:
+    def __init__(self, main: Main, policy: RestartPolicy, waits_for_release: bool) -> None:
         self.num_started = 0
+        self.waits_for_release = waits_for_release
         self.deaths: list[Death] = []
         self.failures: list[EngineDeadError] = []
         self.news = threading.Condition()
@@ -93,6 +98,9 @@ class Watcher:
         )
 
     def _note_start(self, process: SmallProcess) -> None:
+        if self.waits_for_release:
+            self.waits_for_release = False
+            assert process.released.wait(timeout=30)
         with self.news:
             self.num_started += 1
             self.news.notify_all()
@@ -127,8 +135,10 @@ class Watcher:
 def watch() -> Iterator[Callable[..., Watcher]]:
     watchers: list[Watcher] = []
 
-    def make(main: Main, policy: RestartPolicy = POLICY) -> Watcher:
-        watchers.append(Watcher(main, policy))
+    def make(
+        main: Main, policy: RestartPolicy = POLICY, waits_for_release: bool = False
+    ) -> Watcher:
+        watchers.append(Watcher(main, policy, waits_for_release))
         return watchers[-1]
 
     yield make
@@ -230,6 +240,21 @@ def test_one_that_is_stopped_while_it_starts_is_killed(
 
     watcher = watch(stop_once)
     watcher.supervisor.wait_until_ready()
+    assert len(watcher.deaths) == 1
+
+
+def test_one_that_dies_while_its_client_connects_is_started_again(
+    watch: Callable[..., Watcher], tmp_path: Path
+) -> None:
+    def die_once(ready: Ready, black_box: BlackBox) -> None:
+        if not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            ready.say()
+            os.kill(os.getpid(), signal.SIGKILL)
+        beat(ready, black_box)
+
+    watcher = watch(die_once, waits_for_release=True)
+    watcher.wait_for_start(2)
     assert len(watcher.deaths) == 1
 
 

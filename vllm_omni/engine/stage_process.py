@@ -32,6 +32,8 @@ from vllm_omni.engine.sockets import SocketFolder
 from vllm_omni.errors import EngineDeadError, ModelLoadError
 from vllm_omni.run_folder import get_run_folder
 
+_RELEASE_TIME = 200  # milliseconds
+
 
 class StageProcess(CoreEngineProcManager):  # type: ignore[misc]  # Any, in a cycle of vLLM's
     """The process of one engine core. vLLM's manager, apart from what it starts and how.
@@ -118,6 +120,17 @@ class StageProcess(CoreEngineProcManager):  # type: ignore[misc]  # Any, in a cy
             raise EngineDeadError(f"{about}: exit code {self.process.exitcode}") from error
         finally:
             self._close_handshake()
+
+    def release_client(self) -> None:
+        """Say in the name of a process that has died that it is ready.
+
+        vLLM's client waits for that word while it connects, and looks at nothing else.
+        """
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.IDENTITY, CoreEngine(0, True).identity)
+            socket.setsockopt(zmq.LINGER, _RELEASE_TIME)
+            socket.connect(self.addresses.inputs[0])
+            socket.send(b"")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """May be called twice."""

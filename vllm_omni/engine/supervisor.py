@@ -86,6 +86,9 @@ class Watched(Protocol):
 
     def wait_until_ready(self) -> None: ...
 
+    def release_client(self) -> None:
+        """Let whoever connects to it go on, though it will not answer any more."""
+
     def shutdown(self) -> None: ...
 
 
@@ -195,7 +198,7 @@ class Supervisor(Generic[ProcessT]):
                 return Death("shut down")
             with _StartWatch(process, self.policy):
                 process.wait_until_ready()
-            self._on_ready(process)
+                self._on_ready(process)
         except ModelLoadError as error:
             if not self._is_settled.is_set():
                 self._error = error  # it has said why; the same would happen again
@@ -335,10 +338,13 @@ _UNKNOWN = 255  # the forkserver, which would know the exit code, is gone too
 
 
 class _StartWatch:
-    """Kills a process that is stopped, or takes too long, before it is ready."""
+    """Kills a process that is stopped, or takes too long, before it is ready.
+
+    If it has died, nobody waits for it.
+    """
 
     def __init__(self, process: Watched, policy: RestartPolicy) -> None:
-        self._process, self._policy = process.process, policy
+        self._process, self._policy = process, policy
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -350,19 +356,23 @@ class _StartWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        started = stopped_since = time.monotonic()
-        while not self._is_over.wait(_LOOK_PERIOD):
-            now = time.monotonic()
-            if not is_stopped(find_tree(self._process.pid or 0)):
+        started = stopped_since = next_look = time.monotonic()
+        process = self._process.process
+        while not self._is_over.wait(_PERIOD):
+            if connection.wait([process.sentinel], timeout=0):
+                self._process.release_client()
+                continue
+            if (now := time.monotonic()) < next_look:
+                continue
+            next_look = now + _LOOK_PERIOD
+            if not is_stopped(_tree_of(self._process)):
                 stopped_since = now
             if now - stopped_since >= self._policy.hang_timeout:
-                logger.error("%s is stopped while it starts", self._process.name)
+                logger.error("%s is stopped while it starts", process.name)
+                kill_tree(process)
             elif now - started >= self._policy.start_timeout:
-                logger.error("%s has not started in time", self._process.name)
-            else:
-                continue
-            kill_tree(self._process)
-            return
+                logger.error("%s has not started in time", process.name)
+                kill_tree(process)
 
 
 def _tree_of(process: Watched) -> list[psutil.Process]:
