@@ -6,6 +6,7 @@ import base64
 import json
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from PIL import Image
@@ -90,8 +91,9 @@ def test_a_picture_in_and_a_picture_out(client: openai.OpenAI) -> None:
     message = ask_for_picture(client, say(show(make_picture("circle", "red"), "draw it")))
     told = message.choices[0].message
     assert "red circle" in told.content
-    red, green, blue = get_color(read_pixels(read_picture(told.images[0])), 0.5, 0.5)
-    assert red > 150 and green < 100 and blue < 100
+    # Where in the picture the circle is, and how large, the text leaves open.
+    red, green, blue = np.moveaxis(read_pixels(read_picture(told.images[0])), -1, 0)[:3]
+    assert ((red > 150) & (green < 100) & (blue < 100)).mean() > 0.01
     # The answer, picture and all, is a turn of the chat that goes on.
     after = chat(client, [*say("draw"), told.model_dump(), *say("What is in the picture?")])
     assert after.choices[0].message.content
