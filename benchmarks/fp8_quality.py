@@ -2,8 +2,8 @@
 
 Held-out prompts of `demo_quality`, 256x256, 20 steps, guidance 3, drawn by the engine in float32,
 in bfloat16, and with the large layers in fp8. Reported: the percent of pictures that show all they
-were told (`training.judge`), and PSNR against float32. On a GPU the products run in fp8; on a CPU
-they run in the model's dtype with values that were rounded to fp8. No vLLM is needed.
+were told (`training.judge`), and PSNR against float32. On a GPU bfloat16's products run in fp8;
+all others run in the model's dtype with values that were rounded to fp8. No vLLM is needed.
 
     PYTHONPATH=. python benchmarks/fp8_quality.py --prompts 150 --device cuda --out $OUT
 """

@@ -333,8 +333,8 @@ def _profile(bench: Bench) -> tuple[Figures, str]:
 
 
 def mixed_steps(bench: Bench) -> tuple[Figures, str]:
-    """200 steps with random mixes of sizes and prompt lengths, twice. The first time graphs are
-    captured; nothing is compiled in either, and the second time no memory is taken any more."""
+    """200 steps with random mixes of sizes and prompt lengths, twice: what is compiled, and what is
+    captured for batches of a size that was seen before, and how much memory is used afterwards."""
     fast, generator = bench.fast, random.Random(0)
     mixes = []
     for _ in range(NUM_MIXED_STEPS):

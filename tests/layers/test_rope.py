@@ -7,7 +7,7 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from torch import Tensor
 
-from vllm_omni.layers.rope import apply_rope, make_turns, rotate, turn
+from vllm_omni.layers.rope import apply_rope, rotate
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
 
@@ -76,13 +76,3 @@ def test_bfloat16_is_rotated_in_float32(turn: Rotate) -> None:
     x, angles = create_tokens(torch.bfloat16), create_angles()
     exact = turn(x.float(), cos_sin(angles))
     assert torch.equal(turn(x, cos_sin(angles)), exact.bfloat16())
-
-
-def test_turn_is_rotate() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 3, 8, generator=generator)
-    angles = torch.randn(5, 4, generator=generator)
-    cos_sin = torch.stack((angles.cos(), angles.sin()), -1)
-    weight = torch.randn(5, 1, 8, generator=generator)
-    turned = turn(x, weight, make_turns(cos_sin))
-    torch.testing.assert_close(turned, rotate(x * weight, cos_sin))

@@ -18,6 +18,7 @@ def whole_rows() -> Iterator[None]:
     """What compiles in here keeps rows in registers. Checked with torch 2.11 and 2.13."""
     # Here, because importing inductor takes seconds and is of no use where nothing compiles.
     from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
     class Choices(InductorChoices):
@@ -25,10 +26,11 @@ def whole_rows() -> Iterator[None]:
 
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            # Each of our sums is along a row, also where inductor does not see it for the way
-            # that tokens take into segments.
+            is_along_rows = features.get_reduction_hint() == ReductionHint.INNER
             is_short = V.graph.sizevars.statically_known_leq(features.reduction_numel, MAX_ROW)
-            return not cooperative_reduction and bool(is_short)
+            if is_along_rows and is_short and not cooperative_reduction:
+                return True
+            return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
 
     with V.set_choices_handler(Choices()):
         yield

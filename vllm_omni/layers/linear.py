@@ -123,9 +123,18 @@ class LinearPart(nn.Module):
         return _apply(x, self.packed.weights.slice(self.start, self.end))
 
 
+def round_up_rows(num_rows: int) -> int:
+    """How many rows products in fp8 need: for a few, cuBLAS has no kernel with scales for rows."""
+    return max(128, -(-num_rows // 64) * 64)
+
+
 def _apply(x: Tensor, weights: LinearWeights) -> Tensor:
-    applied: Tensor = linear(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])
-    return applied
+    rows = x.flatten(0, -2)
+    if weights.scale is not None and x.is_cuda:
+        rows = F.pad(rows, (0, 0, 0, round_up_rows(rows.shape[0]) - rows.shape[0]))
+    applied = linear(rows, weights)[: x.shape[:-1].numel()]
+    of_all: Tensor = applied.unflatten(0, x.shape[:-1])
+    return of_all
 
 
 def _constant(tensor: Tensor) -> nn.Parameter:

@@ -21,30 +21,6 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
-def make_turns(cos_sin: Tensor) -> Tensor:
-    """What `turn` takes, [tokens, 2, head_dim], of a table [tokens, head_dim / 2, 2]."""
-    cos, sin = cos_sin.unbind(-1)
-    return torch.stack((cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)), 1)
-
-
-def turn(x: Tensor, weight: Tensor, turns: Tensor) -> Tensor:
-    """`rotate` of x * weight, in a form that compiles into one pass over x.
-
-    Args:
-        x: [tokens, heads, head_dim] float32.
-        weight: [tokens, 1, head_dim].
-        turns: from `make_turns`.
-    """
-    cos, sin = turns.unsqueeze(1).unbind(2)
-    return x * (weight * cos) + _swap(x) * (_swap(weight) * sin)
-
-
-def _swap(x: Tensor) -> Tensor:
-    """Each channel where its neighbour was."""
-    swapped: Tensor = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return swapped
-
-
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """`apply_rope` written out with real numbers."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)

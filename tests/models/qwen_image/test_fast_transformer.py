@@ -11,6 +11,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
+from vllm_omni.layers.linear import round_up_rows
 from vllm_omni.models.qwen_image import fast_transformer
 from vllm_omni.models.qwen_image.fast_plan import fill_bucket, find_bucket, make_fast_plan
 from vllm_omni.models.qwen_image.fast_transformer import FastTransformer
@@ -140,6 +141,20 @@ def test_plan_has_the_long_segments_first(transformer: QwenImageTransformer2DMod
     assert torch.equal(plan.to_segments[plan.from_segments], torch.arange(183))
 
 
+def test_text_is_filled_up_to_what_fp8_needs(transformer: QwenImageTransformer2DModel) -> None:
+    plan = make_fast_plan(make_plan(transformer, MIX), num_text_tokens=round_up_rows(27))
+    assert [plan.num_text_tokens, plan.num_image_tokens] == [128, 156]
+    assert plan.segments.lens == [69, 67, 31, 16, 101]
+    assert plan.segment_rows == [3, 1, 0, 2]
+    assert sorted(plan.to_segments.tolist()) == list(range(284))
+    assert plan.to_segments[-101:].tolist() == list(range(27, 128))
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(1, 128), (128, 128), (129, 192), (8268, 8320)])
+def test_rows_of_products_in_fp8(num_rows: int, expected: int) -> None:
+    assert round_up_rows(num_rows) == expected
+
+
 class TestModulationTable:
     @torch.no_grad()
     def test_values_are_those_of_the_blocks(self, transformer: QwenImageTransformer2DModel) -> None:
@@ -233,3 +248,25 @@ def test_fp8_is_the_same_in_the_fast_step_and_the_simple_loop() -> None:
     ]
     mods = sum(p.nbytes for b in stock.transformer_blocks for p in b.img_mod.parameters())
     assert bytes_of[1] < (bytes_of[0] - 2 * mods) * 0.3 + 2 * mods
+
+
+def test_what_does_not_compile_runs_in_the_simple_loop(
+    transformer: QwenImageTransformer2DModel,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("there is no compiler")
+
+    fast = FastTransformer(copy.deepcopy(transformer), max_rows=8, backend="aot_eager")
+    monkeypatch.setattr(fast, "_project", fail)
+    fast.try_to_compile()
+    assert not fast.is_ready
+    assert "there is no compiler" in caplog.text
+    inputs = create_inputs(transformer, MIX)
+    with torch.no_grad():
+        expected = packed_forward(transformer, *inputs)
+        assert relative_error(fast.forward(*inputs), expected) < 2e-6
+    assert fast._thread is not None  # it tries again beside the step
+    fast._thread.join()
+    assert not fast.is_ready

@@ -184,11 +184,13 @@ class QwenImageRunnerAdapter:
         )
 
     def _make_fast(self) -> FastTransformer:
-        return FastTransformer(
+        fast = FastTransformer(
             self.pipeline.transformer,
             max_rows=2 * self.config.max_num_seqs,
             max_graph_tokens=self.config.max_cudagraph_capture_size,
         )
+        fast.try_to_compile()  # while the worker loads, and nothing else is on the device
+        return fast
 
     def sleep(self) -> None:
         """Keep nothing on the device that can be made again: weights are about to leave it."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_omni.layers.linear import LinearWeights, linear, linear_gelu
-from vllm_omni.layers.rope import turn
+from vllm_omni.layers.rope import rotate
 from vllm_omni.models.qwen_image.weights import StreamWeights
 
 EPS = 1e-6  # of all norms
@@ -34,7 +34,7 @@ def join(
     text: Tensor,
     image: Tensor,
     to_segments: Tensor,
-    turns: Tensor,
+    rope: Tensor,
     text_norms: tuple[Tensor, Tensor],
     image_norms: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,10 +44,10 @@ def join(
         text: [N_txt, 3 * D], from `project`.
         image: [N_img, 3 * D].
         to_segments: [N] indices into (text tokens, image tokens).
-        turns: [N, 2, head_dim] in segment order, from `make_turns`.
+        rope: [N, head_dim / 2, 2] in segment order.
         text_norms: weights [head_dim] of query and key.
     """
-    head_dim = turns.shape[2]
+    head_dim = 2 * rope.shape[1]
     num_text = text.shape[0]
     is_text = (to_segments < num_text)[:, None]
     # Written so that one pass over memory does it all: no copy of both streams put together.
@@ -56,15 +56,14 @@ def join(
     )
     query, key, value = packed.unflatten(-1, (3, -1, head_dim)).unbind(1)
 
-    def prepare(x: Tensor, of_text: Tensor, of_image: Tensor) -> Tensor:
+    def turn(x: Tensor, of_text: Tensor, of_image: Tensor) -> Tensor:
         weight = torch.where(is_text, of_text.float(), of_image.float()).unsqueeze(1)
-        wide = x.float()
-        # The norm last: what is weighted and turned comes straight from memory then.
-        return (turn(wide, weight, turns) * inverse_rms(wide)).to(x.dtype)
+        normed = F.rms_norm(x.float(), (head_dim,), eps=EPS) * weight
+        return rotate(normed, rope).to(x.dtype)
 
     return (
-        prepare(query, text_norms[0], image_norms[0]),
-        prepare(key, text_norms[1], image_norms[1]),
+        turn(query, text_norms[0], image_norms[0]),
+        turn(key, text_norms[1], image_norms[1]),
         value.contiguous(),
     )
 
@@ -104,11 +103,6 @@ def make_velocity(
     """The output layer; modulation [slots, 2, D], scale and shift."""
     scale, shift = modulation[:, 0][slots], modulation[:, 1][slots]
     return F.linear(_modulate(image, shift, scale), weight, bias)
-
-
-def inverse_rms(x: Tensor) -> Tensor:
-    """What RMS norm multiplies with, [..., 1]."""
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
 
 
 def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

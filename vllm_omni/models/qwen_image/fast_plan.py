@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vllm_omni.layers.attention import Segments
-from vllm_omni.layers.rope import make_turns
 from vllm_omni.models.qwen_image.transformer import PackPlan
 
 MIN_BUCKET_SEGMENTS = 4
@@ -27,7 +26,7 @@ class FastPlan:
 
     image_rows: Tensor  # [N_img] row of each image token
     text_rows: Tensor  # [N_txt] row of each text token
-    turns: Tensor  # [N, 2, head_dim] float32, in segment order
+    rope: Tensor  # [N, head_dim / 2, 2] float32, in segment order
     to_segments: Tensor  # [N] segment order, as indices into (text tokens, image tokens)
     from_segments: Tensor  # [N] its inverse
     segments: Segments
@@ -49,7 +48,7 @@ class FastPlan:
         return [
             self.image_rows,
             self.text_rows,
-            self.turns,
+            self.rope,
             self.to_segments,
             self.from_segments,
             self.segments.starts,
@@ -70,9 +69,15 @@ class Bucket:
         return self.num_image_tokens + self.num_text_tokens
 
 
-def make_fast_plan(plan: PackPlan) -> FastPlan:
-    """The same packing without a token too many."""
-    return _make(plan, sum(plan.image_lens), sum(plan.text_lens), (), None)
+def make_fast_plan(plan: PackPlan, num_text_tokens: int | None = None) -> FastPlan:
+    """The same packing, by default without a token too many.
+
+    Args:
+        num_text_tokens: how many there have to be; those that are missing are filled up.
+    """
+    num_text = max(sum(plan.text_lens), num_text_tokens or 0)
+    missing = num_text - sum(plan.text_lens)
+    return _make(plan, sum(plan.image_lens), num_text, [missing] * (missing > 0), None)
 
 
 def find_bucket(plan: PackPlan, max_tokens: int) -> Bucket | None:
@@ -117,13 +122,13 @@ def _make(
             torch.arange(num_text + sum(plan.image_lens), num_text + num_image),
         ]
     )
-    rope = torch.cat((_fill(plan.text_rope, num_text), _fill(plan.image_rope, num_image)))
+    rope = torch.cat((fill_up(plan.text_rope, num_text), fill_up(plan.image_rope, num_image)))
     to_device = to_segments.to(device)
     lens = [plan.segment_lens[row] for row in rows] + list(filling)
     return FastPlan(
-        image_rows=_fill(plan.image_rows, num_image),
-        text_rows=_fill(plan.text_rows, num_text),
-        turns=make_turns(rope[to_device]),
+        image_rows=fill_up(plan.image_rows, num_image),
+        text_rows=fill_up(plan.text_rows, num_text),
+        rope=rope[to_device],
         to_segments=to_device,
         from_segments=torch.argsort(to_segments).to(device),
         segments=Segments.make(lens, device, max_len),
@@ -134,7 +139,8 @@ def _make(
     )
 
 
-def _fill(tensor: Tensor, length: int) -> Tensor:
+def fill_up(tensor: Tensor, length: int) -> Tensor:
+    """With zeros behind it, to as many rows."""
     missing = length - tensor.shape[0]
     return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else tensor
 

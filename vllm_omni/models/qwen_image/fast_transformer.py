@@ -26,6 +26,7 @@ from torch import Tensor
 from vllm_omni.diffusion.step_cache import Signal
 from vllm_omni.layers.attention import attend_by_segment, attend_together, best_kernels
 from vllm_omni.layers.compiling import whole_rows
+from vllm_omni.layers.linear import round_up_rows
 from vllm_omni.models.qwen_image.fast_blocks import (
     advance,
     finish,
@@ -34,7 +35,7 @@ from vllm_omni.models.qwen_image.fast_blocks import (
     norm_attention,
     project,
 )
-from vllm_omni.models.qwen_image.fast_plan import FastPlan, make_fast_plan
+from vllm_omni.models.qwen_image.fast_plan import FastPlan, fill_up, make_fast_plan
 from vllm_omni.models.qwen_image.modulation import MIN_SLOTS, ModulationTable
 from vllm_omni.models.qwen_image.step_graphs import Outputs, Part, StepGraphs
 from vllm_omni.models.qwen_image.transformer import (
@@ -73,6 +74,7 @@ class FastTransformer:
         self.transformer = transformer
         pack_weights(transformer)
         self.blocks = [read_block(block) for block in transformer.transformer_blocks]
+        self.is_quantized = self.blocks[0].text.qkv.scale is not None
         weight = transformer.proj_out.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.table = ModulationTable(transformer, max(MIN_SLOTS, max_rows))
@@ -93,6 +95,7 @@ class FastTransformer:
         self._velocity = compiled(make_velocity)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._ready = threading.Event()
+        self._compiling = threading.Lock()
         self._thread: threading.Thread | None = None
         if not backend:
             self._ready.set()
@@ -105,14 +108,25 @@ class FastTransformer:
         return self._ready.is_set()
 
     def compile(self) -> None:
-        """Compile for any number of tokens, and wait for it."""
-        if self.is_ready:
-            return
-        start = time.perf_counter()
-        with torch.no_grad(), whole_rows():
-            self._compile()
-        self._ready.set()
-        logger.info("compiled the blocks in %.1f s", time.perf_counter() - start)
+        """Compile for any number of tokens, and wait for it.
+
+        Kernels are tuned on the way, which wants a GPU that has nothing else to do.
+        """
+        with self._compiling:
+            if self.is_ready:
+                return
+            start = time.perf_counter()
+            with torch.no_grad(), whole_rows():
+                self._compile()
+            self._ready.set()
+            logger.info("compiled the blocks in %.1f s", time.perf_counter() - start)
+
+    def try_to_compile(self) -> None:
+        """`compile`; if that fails, steps stay with the simple loop."""
+        try:
+            self.compile()
+        except Exception:  # whatever the compiler stumbles over
+            logger.exception("the blocks do not compile: steps go on in the simple loop")
 
     def _compile(self) -> None:
         plan = make_fast_plan(make_plan(self.transformer, _TUNING_ROWS))
@@ -126,8 +140,8 @@ class FastTransformer:
         slots = _dynamic(plan.image_rows.clone())
         projected = _dynamic(self._project(image, slots, modulation, block.qkv))
         of_text = _dynamic(projected[: text.shape[0]].clone())
-        to_segments, turns = _dynamic(plan.to_segments), _dynamic(plan.turns)
-        self._join(of_text, projected, to_segments, turns, other.norms, block.norms)
+        to_segments, rope = _dynamic(plan.to_segments), _dynamic(plan.rope)
+        self._join(of_text, projected, to_segments, rope, other.norms, block.norms)
         attended = _dynamic(torch.zeros_like(image))
         self._finish(image, attended, slots, modulation, block)
         self._advance(image, attended, slots, modulation, block, other_modulation, other.qkv)
@@ -137,16 +151,10 @@ class FastTransformer:
             torch.cuda.synchronize(self.device)
 
     def start_compiling(self) -> None:
-        """`compile` in a thread; steps take the simple loop until it is done."""
+        """`try_to_compile` in a thread; steps take the simple loop until it is done."""
         if self._thread is None and not self.is_ready:
-            self._thread = threading.Thread(target=self._try_to_compile, daemon=True)
+            self._thread = threading.Thread(target=self.try_to_compile, daemon=True)
             self._thread.start()
-
-    def _try_to_compile(self) -> None:
-        try:
-            self.compile()
-        except Exception:  # whatever the compiler stumbles over, steps can do without it
-            logger.exception("the blocks do not compile: steps go on in the simple loop")
 
     @torch.no_grad()
     def capture(self, plan: PackPlan) -> None:
@@ -162,7 +170,7 @@ class FastTransformer:
                 ("tail", self._tail, self._zeros(sum(plan.image_lens), width)),
             ):
                 if self.graphs.run(name, part, plan, image, text, is_awaited=True) is None:
-                    part(self._fast_plan(plan), image, text)  # at least kernels are loaded
+                    self._run_plain(part, plan, image, text)  # at least kernels are loaded
 
     def prepare(self, timesteps: Tensor) -> None:
         """Make the modulation of the timesteps of a request, all at once."""
@@ -234,12 +242,15 @@ class FastTransformer:
 
     def _run(self, name: str, part: Part, plan: PackPlan, image: Tensor, text: Tensor) -> Outputs:
         outputs = self.graphs.run(name, part, plan, image, text)
-        return part(self._fast_plan(plan), image, text) if outputs is None else outputs
+        return self._run_plain(part, plan, image, text) if outputs is None else outputs
 
-    def _fast_plan(self, plan: PackPlan) -> FastPlan:
+    def _run_plain(self, part: Part, plan: PackPlan, image: Tensor, text: Tensor) -> Outputs:
+        """Without a graph."""
         if (fast := self._plans.get(plan)) is None:
-            fast = self._plans[plan] = make_fast_plan(plan)
-        return fast
+            num_text = round_up_rows(text.shape[0]) if self.is_quantized else None
+            fast = self._plans[plan] = make_fast_plan(plan, num_text)
+        of_image, of_text = part(fast, image, fill_up(text, fast.num_text_tokens))
+        return of_image, tuple(output[: text.shape[0]] for output in of_text)
 
     def _set_slots(self, tensor: Tensor, slots: Sequence[int]) -> None:
         tensor[: len(slots)].copy_(torch.tensor(slots), non_blocking=True)
@@ -288,7 +299,7 @@ class FastTransformer:
                 text_qkv,
                 image_qkv,
                 plan.to_segments,
-                plan.turns,
+                plan.rope,
                 block.text.norms,
                 block.image.norms,
             )
@@ -354,7 +365,8 @@ def _attend(plan: FastPlan, query: Tensor, key: Tensor, value: Tensor) -> tuple[
         text, image = attended.split((plan.num_text_tokens, plan.num_image_tokens))
         return image, text
     by_segment = attend_by_segment(query, key, value, plan.segments)
-    by_row: dict[int, Tensor] = dict(zip(plan.segment_rows, by_segment, strict=True))
+    num_rows = len(plan.segment_rows)  # behind theirs are segments that fill up the text
+    by_row: dict[int, Tensor] = dict(zip(plan.segment_rows, by_segment[:num_rows], strict=True))
     pieces = [
         by_row[row].flatten(1).split((text_len, image_len))
         for row, (text_len, image_len) in enumerate(
@@ -362,7 +374,8 @@ def _attend(plan: FastPlan, query: Tensor, key: Tensor, value: Tensor) -> tuple[
         )
     ]
     texts, images = zip(*pieces, strict=True)
-    return torch.cat(images), torch.cat(texts)
+    filling = [segment.flatten(1) for segment in by_segment[num_rows:]]
+    return torch.cat(images), torch.cat((*texts, *filling))
 
 
 def _dynamic(tensor: Tensor) -> Tensor:

@@ -72,7 +72,9 @@ class StepGraphs:
         self._graphs: OrderedDict[tuple[str, Bucket], StepGraph] = OrderedDict()
         self._seen: Counter[tuple[str, Bucket]] = Counter()
         self._refused: set[tuple[str, Bucket]] = set()
+        # One stream for all: memory of the pool is reused on the stream that it was taken on.
         self._pool = torch.cuda.graph_pool_handle() if self.max_tokens else None
+        self._stream = torch.cuda.Stream(device) if self.max_tokens else None
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -134,7 +136,8 @@ class StepGraphs:
         static_text[: text.shape[0]].copy_(text)
 
         # What is set up at a first call, such as workspaces, must not be captured.
-        stream = torch.cuda.Stream()
+        stream = self._stream
+        assert stream is not None
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             part(mine, static_image, static_text)
