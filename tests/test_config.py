@@ -58,6 +58,15 @@ REFUSALS: list[tuple[type, dict[str, Any], str, Any, str]] = [
     ],
     (DiTConfig, {}, "model_type", "unet", "one of dit"),
     *[
+        (DiTConfig, {}, "quantization", value, "one of none, fp8")
+        for value in ("int8", "FP8", "", None, True)
+    ],
+    *[
+        (DiTConfig, {}, "max_cudagraph_capture_size", value, "a whole number, at least 0")
+        for value in (-1, 1.0, "8192", None, True)
+    ],
+    *[(DiTConfig, {}, "enforce_eager", value, "a bool") for value in (1, "yes", None)],
+    *[
         (DiTConfig, {}, "device", value, "one of auto, cpu, cuda, cuda:N")
         for value in ("gpu", "", "cpu:0", "cudax")
     ],

@@ -110,16 +110,16 @@ def test_nobody_sees_the_tokens_that_fill_a_bucket(
     expected = packed_forward(transformer, *inputs)
     bucket = find_bucket(plan, 4096)
     assert bucket is not None
-    assert (bucket.num_image_tokens, bucket.num_text_tokens) == (256, 64)
+    assert (bucket.num_image_tokens, bucket.num_text_tokens) == (256, 128)
     assert (bucket.num_segments, bucket.max_len) == (8, 512)
     filled = fill_bucket(plan, bucket)
-    assert filled.segments.lens == [69, 67, 31, 16, 137, 0, 0, 0]
+    assert filled.segments.lens == [69, 67, 31, 16, 201, 0, 0, 0]
 
     fast = FastTransformer(copy.deepcopy(transformer), max_rows=8, backend="")
     fast._set_slots(fast._row_slots, fast.table.find(timesteps.tolist()))
     for junk in (0.0, 100.0):
         more_latents = torch.full((256, 64), junk)
-        more_text = torch.full((64, transformer.inner_dim), junk)
+        more_text = torch.full((128, transformer.inner_dim), junk)
         more_latents[: latents.shape[0]], more_text[: text.shape[0]] = latents, text
         (velocity,), _ = fast._all(filled, more_latents, more_text)
         assert relative_error(velocity[: latents.shape[0]], expected) < 2e-6
@@ -127,8 +127,8 @@ def test_nobody_sees_the_tokens_that_fill_a_bucket(
 
 def test_buckets_end_where_graphs_do(transformer: QwenImageTransformer2DModel) -> None:
     plan = make_plan(transformer, MIX)
-    assert find_bucket(plan, 319) is None
-    assert find_bucket(plan, 320) is not None
+    assert find_bucket(plan, 383) is None
+    assert find_bucket(plan, 384) is not None
     assert find_bucket(plan, 0) is None
     assert find_bucket(make_plan(transformer, [RowShape(((1, 32, 64),), 5)]), 10_000) is None
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm_omni.layers.attention import Segments
 from vllm_omni.models.qwen_image.transformer import PackPlan
 
+MIN_BUCKET_TEXT = 128  # tokens; up to there only weights are waited for, and fp8 needs as many
 MIN_BUCKET_SEGMENTS = 4
 MIN_BUCKET_LEN = 512
 MAX_BUCKET_LEN = 2048  # longer segments gain more from a kernel of their own than from a graph
@@ -83,7 +84,8 @@ def make_fast_plan(plan: PackPlan, num_text_tokens: int | None = None) -> FastPl
 def find_bucket(plan: PackPlan, max_tokens: int) -> Bucket | None:
     """The smallest one that a batch fits into; None: it is too large to gain from a graph."""
     num_image = _round_up(sum(plan.image_lens), ((2048, 256), (1 << 30, 512)))
-    num_text = _round_up(sum(plan.text_lens), ((256, 64), (1024, 128), (1 << 30, 256)))
+    num_text = max(sum(plan.text_lens), MIN_BUCKET_TEXT)
+    num_text = _round_up(num_text, ((256, 64), (1024, 128), (1 << 30, 256)))
     max_len = _power_of_two(max(plan.segment_lens), MIN_BUCKET_LEN)
     if num_image + num_text > max_tokens or max_len > MAX_BUCKET_LEN:
         return None
