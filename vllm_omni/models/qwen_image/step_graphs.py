@@ -8,9 +8,10 @@ requests has as many tokens runs in the same graph.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from vllm_omni.models.qwen_image.transformer import PackPlan
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64
-_SEEN_BEFORE_CAPTURE = 1  # a batch that comes once is not worth a graph
+_NUM_RECENT = 8  # runs among which a bucket has to come back to be worth a graph
 
 Outputs = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Tensors over image tokens, and tensors over text tokens."""
@@ -70,11 +71,10 @@ class StepGraphs:
         self.device = device
         self.num_captures = 0
         self._graphs: OrderedDict[tuple[str, Bucket], StepGraph] = OrderedDict()
-        self._seen: Counter[tuple[str, Bucket]] = Counter()
+        self._recent: deque[tuple[str, Bucket]] = deque(maxlen=_NUM_RECENT)
         self._refused: set[tuple[str, Bucket]] = set()
-        # One stream for all: memory of the pool is reused on the stream that it was taken on.
-        self._pool = torch.cuda.graph_pool_handle() if self.max_tokens else None
-        self._stream = torch.cuda.Stream(device) if self.max_tokens else None
+        self._pool: Any = None  # torch's handle of a memory pool
+        self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -96,15 +96,16 @@ class StepGraphs:
 
         Args:
             name: of the part.
-            is_awaited: make a graph even if no batch of this size was seen before.
+            is_awaited: make a graph even if no batch of this size was there lately.
         """
         bucket = find_bucket(plan, self.max_tokens)
         if bucket is None or (name, bucket) in self._refused:
             return None
         key = name, bucket
+        is_worth_it = is_awaited or key in self._recent
+        self._recent.append(key)
         if key not in self._graphs:
-            self._seen[key] += 1
-            if not is_awaited and self._seen[key] <= _SEEN_BEFORE_CAPTURE:
+            if not is_worth_it:
                 return None
             try:
                 graph = self._capture(part, plan, bucket, image, text)
@@ -135,9 +136,12 @@ class StepGraphs:
         static_image[: image.shape[0]].copy_(image)
         static_text[: text.shape[0]].copy_(text)
 
-        # What is set up at a first call, such as workspaces, must not be captured.
+        if self._stream is None:
+            # One for all: memory of the pool is reused on the stream that it was taken on.
+            self._stream = torch.cuda.Stream(self.device)
+            self._pool = torch.cuda.graph_pool_handle()
         stream = self._stream
-        assert stream is not None
+        # What is set up at a first call, such as workspaces, must not be captured.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             part(mine, static_image, static_text)
