@@ -1,6 +1,6 @@
 """What supervision costs: the same pictures with snapshots and beats, and without, in turns.
 
-    python benchmarks/protection.py [--rounds 7] [--requests 16] [--concurrency 8]
+    python benchmarks/protection.py [--rounds 9] [--requests 16] [--concurrency 8]
 
 Without: no snapshots are made, kept or sent. (Beats and the record of each step are a few
 microseconds a step and are always there; they are measured by themselves.)
@@ -11,14 +11,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import statistics
 import time
+from dataclasses import dataclass
+
+import psutil
 
 from vllm_omni import DiffusionParams, OmniAsyncLLM, OmniRequest
 from vllm_omni.engine.black_box import BlackBox
+from vllm_omni.processes import cpu_seconds
 
-SIDE = 256
+SIDE = 128  # small: what is fixed weighs most
 STEPS = 20
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one picture."""
+
+    wall: float  # seconds
+    processor: float  # seconds, of all processes of the system and of this one
 
 
 async def main() -> None:
@@ -28,27 +41,26 @@ async def main() -> None:
         every: OmniAsyncLLM.from_pretrained("demo", mode="process", snapshot_every=every)
         for every in (0, 8, 1)
     }
-    rates: dict[int, list[float]] = {every: [] for every in systems}
+    costs: dict[int, list[Cost]] = {every: [] for every in systems}
     for number in range(args.rounds + 1):
         for every, llm in systems.items():
-            rate = await measure(llm, args.requests, args.concurrency)
+            cost = await measure(llm, args.requests, args.concurrency)
             if number:  # the first round warms up
-                rates[every].append(rate)
+                costs[every].append(cost)
     for llm in systems.values():
         llm.shutdown()
-    report(rates, record)
+    report(costs, record)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=8)
     return parser.parse_args()
 
 
-async def measure(llm: OmniAsyncLLM, num_requests: int, concurrency: int) -> float:
-    """Pictures a second."""
+async def measure(llm: OmniAsyncLLM, num_requests: int, concurrency: int) -> Cost:
     places = asyncio.Semaphore(concurrency)
 
     async def draw(seed: int) -> None:
@@ -57,9 +69,12 @@ async def measure(llm: OmniAsyncLLM, num_requests: int, concurrency: int) -> flo
             async for _ in llm.generate(OmniRequest(prompt="a red circle", params=params)):
                 pass
 
-    start = time.perf_counter()
+    pids = [os.getpid(), *(health.pid or 0 for health in llm.stage_health().values())]
+    processes = [psutil.Process(pid) for pid in pids]
+    start, used = time.perf_counter(), cpu_seconds(processes)
     await asyncio.gather(*(draw(seed) for seed in range(num_requests)))
-    return num_requests / (time.perf_counter() - start)
+    wall, processor = time.perf_counter() - start, cpu_seconds(processes) - used
+    return Cost(wall / num_requests, processor / num_requests)
 
 
 def time_record(num_requests: int) -> float:
@@ -73,14 +88,18 @@ def time_record(num_requests: int) -> float:
     return (time.perf_counter() - start) / 1000
 
 
-def report(rates: dict[int, list[float]], record: float) -> None:
-    print(f"| snapshot every | pictures/s, median of {len(rates[0])} | against none, by round |")
-    print("|---|---|---|")
-    for every, of_one in rates.items():
-        ratios = [rate / without for rate, without in zip(of_one, rates[0], strict=True)]
-        change = 100 * (statistics.median(ratios) - 1)
-        name = f"{every} steps" if every else "never"
-        print(f"| {name} | {statistics.median(of_one):.2f} | {change:+.1f} % |")
+def report(costs: dict[int, list[Cost]], record: float) -> None:
+    print(f"median of {len(costs[0])} rounds; a round's costs against those without snapshots")
+    print("| snapshots | ms a picture | against none | processor ms a picture | against none |")
+    print("|---|---|---|---|---|")
+    for every, of_one in costs.items():
+        cells = [f"every {every} steps" if every else "none"]
+        for name in ("wall", "processor"):
+            values = [getattr(cost, name) for cost in of_one]
+            ratios = [v / getattr(w, name) for v, w in zip(values, costs[0], strict=True)]
+            cells.append(f"{1000 * statistics.median(values):.0f}")
+            cells.append(f"{100 * (statistics.median(ratios) - 1):+.1f} %")
+        print(f"| {' | '.join(cells)} |")
     print(f"\nthe record of a step: {record * 1e6:.0f} microseconds")
 
 

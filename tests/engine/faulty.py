@@ -13,7 +13,6 @@ from vllm_omni.engine.core_proc import OmniEngineCoreProc
 
 # A request's seed says what it does in its third step.
 SEGFAULT = 9_000_001
-EXIT = 9_000_002
 WAIT = 9_000_003  # for ever
 RAISE = 9_000_004  # in the engine itself, not in the model
 # ... and what it does when it comes in:
@@ -41,8 +40,6 @@ class FaultyCoreProc(OmniEngineCoreProc):
 def _act(seed: int) -> None:
     if seed == SEGFAULT:
         os.kill(os.getpid(), signal.SIGSEGV)
-    elif seed == EXIT:
-        os._exit(3)
     elif seed == WAIT:
         time.sleep(10_000)
     elif seed == RAISE:
