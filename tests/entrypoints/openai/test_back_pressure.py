@@ -130,6 +130,9 @@ def test_full_queue_answers_quickly(inner: InnerServer) -> None:
                 times.append(answer.elapsed.total_seconds())
             assert sorted(times)[len(times) // 2] < 0.25  # milliseconds where nobody else works
             assert http.get(JOBS, params={"limit": 100}).elapsed.total_seconds() < 5
+        start = time.monotonic()
+        inner.look(served.app.jobs.shutdown)
+        assert time.monotonic() - start < 5 and not served.app.images.admission.tickets
 
 
 def test_body_is_not_read_for_nothing(inner: InnerServer) -> None:

@@ -15,6 +15,8 @@ from vllm_omni.errors import DeadlineExceededError
 
 _DEFAULT_SPEED = 1e6  # pixel-steps a second, until one was measured
 _MAX_RETRY_AFTER = 600  # seconds
+_LONG = 500  # tickets, for whose order nobody wants to wait each time
+_MOMENT = 1.0  # seconds
 _MIN_MEASURED = 0.05  # seconds: requests of one batch end at once, and that says nothing
 
 
@@ -126,7 +128,9 @@ class Admission:
         self._num_started = 0
         self._left: dict[int, float] = {}  # cost of what is still to be done, by size
         self._done = 0.0  # cost of what was done, ever
-        self._order: dict[Ticket, tuple[int, float]] | None = None
+        self._order: dict[Ticket, tuple[int, float]] = {}
+        self._is_order_old = False
+        self._ordered_at = -math.inf
         self._start_measuring()
 
     # --- places ---
@@ -175,10 +179,11 @@ class Admission:
             self.end_turn(ticket)
         else:
             self._queue.remove(ticket, ticket.owner, ticket.priority)
-        self._order = None
+        self._is_order_old = True
         if not self.tickets:
             self._seconds += self._clock() - self._since
             self._left.clear()  # and with it what rounding has left there
+            self._order = {}
 
     def check_place(self, owner: str) -> None:
         """429 where a request would have to be refused, whatever it asks for."""
@@ -238,7 +243,7 @@ class Admission:
             ticket.turn.set()
             self._in_engine[ticket] = None
             self._num_outputs += ticket.num_outputs
-        self._order = None
+        self._is_order_old = True
 
     # --- how long it takes ---
 
@@ -251,7 +256,7 @@ class Admission:
         if cost > 0 and seconds >= _MIN_MEASURED:
             self.speed.note(cost, self._num_finished, seconds)
             self._start_measuring()
-            self._order = None
+            self._is_order_old = True
 
     @property
     def measured_speed(self) -> float | None:
@@ -268,8 +273,10 @@ class Admission:
 
     def get_position(self, ticket: Ticket) -> int | None:
         """How many wait before it; None once it runs or has ended."""
-        position, _ = self._get_order().get(ticket, (None, 0.0))
-        return position
+        if ticket.is_started or ticket not in self.tickets:
+            return None
+        # Who is not in it is new.
+        return self._get_order().get(ticket, (max(0, self.num_waiting - 1), 0.0))[0]
 
     def estimate(self, ticket: Ticket | None = None) -> float:
         """Seconds until this request, or all there are, will be done.
@@ -282,8 +289,9 @@ class Admission:
         running = (other for other in self._in_engine if other.is_started)
         if ticket.is_started:
             return sum(min(own, self._get_remaining(other)) for other in running)
-        _, before = self._get_order().get(ticket, (None, 0.0))
-        return own + before + sum(map(self._get_remaining, running))
+        if (place := self._get_order().get(ticket)) is None:
+            return self.estimate()
+        return own + place[1] + sum(map(self._get_remaining, running))
 
     @property
     def retry_after(self) -> int:
@@ -291,8 +299,13 @@ class Admission:
         return _to_whole_seconds(self.estimate() / max(1, len(self.tickets)))
 
     def _get_order(self) -> dict[Ticket, tuple[int, float]]:
-        """Of those that wait: how many are before it, and the seconds that those take."""
-        if self._order is None:
+        """Of those that wait: how many are before it, and the seconds that those take.
+
+        Where there are many, and it changes all the time, it is as it was a moment ago.
+        """
+        is_long = len(self._queue) > _LONG
+        if self._is_order_old and not (is_long and self._clock() < self._ordered_at + _MOMENT):
+            self._is_order_old, self._ordered_at = False, self._clock()
             self._order, seconds = {}, 0.0
             first = [ticket for ticket in self._in_engine if not ticket.is_started]
             for ticket in (*first, *self._queue):
@@ -310,7 +323,7 @@ class Admission:
         self._add_left(ticket.cost, -cost)
         if not before:
             self._num_started += 1
-            self._order = None
+            self._is_order_old = True
 
     def _add_left(self, cost: int, change: float) -> None:
         size = get_size(cost)

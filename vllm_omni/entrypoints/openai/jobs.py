@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -137,6 +139,10 @@ class JobStore:
         self._clock = clock
         self._journal = journal
         self._jobs: dict[str, JobRecord] = {}
+        # Of those, by owner, the ones that have ended, in that order; and what they hold together.
+        self._ended: defaultdict[str, dict[str, JobRecord]] = defaultdict(dict)
+        self._num_ended = 0
+        self._num_bytes = 0
         self._by_retry_key: dict[tuple[str, str], JobRecord] = {}
 
     async def add(
@@ -164,11 +170,15 @@ class JobStore:
 
     def resume(self) -> None:
         """Go on with what an earlier server has left."""
-        for entry in self._journal.read() if self._journal is not None else ():
-            job = JobRecord.from_entry(entry)
-            self._remember(job)
+        entries = self._journal.read() if self._journal is not None else []
+        for entry in entries:
+            self._remember(JobRecord.from_entry(entry))
             self.images.files.restore(entry.files)
-            if not job.is_ended:
+        jobs = [self._jobs[entry.job_id] for entry in entries]
+        for job in sorted(jobs, key=lambda job: job.expires_at or math.inf):
+            if job.is_ended:
+                self._note_ended(job)
+            else:
                 self._resume(job)
         self._tidy()
 
@@ -298,6 +308,7 @@ class JobStore:
         self._leave_queue(job)
         job.status = status
         job.completed_at, job.expires_at = self._get_end()
+        self._note_ended(job)
         self._tidy()
 
     def _get_end(self) -> tuple[int, float]:
@@ -308,7 +319,7 @@ class JobStore:
 
     def _check_number(self) -> None:
         most = self.images.config.max_jobs
-        if sum(not job.is_ended for job in self._jobs.values()) >= most:
+        if len(self._jobs) - self._num_ended >= most:
             self.images.admission.note_shed("jobs")
             raise APIError(
                 429,
@@ -327,8 +338,16 @@ class JobStore:
         if job.retry_key is not None:
             self._by_retry_key[job.owner, job.retry_key] = job
 
+    def _note_ended(self, job: JobRecord) -> None:
+        self._ended[job.owner][job.job_id] = job
+        self._num_ended += 1
+        self._num_bytes += job.num_bytes
+
     def _forget(self, job: JobRecord) -> None:
         del self._jobs[job.job_id]
+        if self._ended[job.owner].pop(job.job_id, None) is not None:
+            self._num_ended -= 1
+            self._num_bytes -= job.num_bytes
         if job.retry_key is not None:
             self._by_retry_key.pop((job.owner, job.retry_key), None)
         if self._journal is not None:
@@ -338,22 +357,14 @@ class JobStore:
         """Forget what has expired; then, while there is too much, whatever ended first of the key
         that has the most."""
         now, config = self._clock(), self.images.config
-        ended = sorted(
-            (job for job in self._jobs.values() if job.expires_at is not None),
-            key=lambda job: job.expires_at or 0.0,
-        )
-        for job in [job for job in ended if (job.expires_at or 0.0) <= now]:
-            self._forget(job)
-            ended.remove(job)
-        num_bytes = sum(job.num_bytes for job in ended)
-        while len(self._jobs) > config.max_jobs or num_bytes > config.max_files_bytes:
-            [(owner, _)] = Counter(job.owner for job in ended).most_common(1) or [("", 0)]
-            oldest = next((job for job in ended if job.owner == owner), None)
-            if oldest is None:
+        for jobs in list(self._ended.values()):
+            for job in list(takewhile(lambda job: (job.expires_at or 0.0) <= now, jobs.values())):
+                self._forget(job)
+        while len(self._jobs) > config.max_jobs or self._num_bytes > config.max_files_bytes:
+            most = max(self._ended.values(), key=len, default={})
+            if not most:
                 break
-            self._forget(oldest)
-            ended.remove(oldest)
-            num_bytes -= oldest.num_bytes
+            self._forget(next(iter(most.values())))
 
 
 def make_router(jobs: JobStore) -> APIRouter:
