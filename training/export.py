@@ -45,7 +45,7 @@ def build_pipeline(folder: Path) -> Any:
 CACHE_DEFAULTS = {
     "first_block": {"threshold": 0.22},
     "tea": {"threshold": 0.2, "warmup_steps": 3},
-    "taylor": {"threshold": 0.22, "extrapolation": 0.5},
+    "taylor": {"threshold": 0.2, "extrapolation": 0.5},
 }
 """What requests have that only name a step cache; from benchmarks/results/cache_quality.md."""
 

@@ -68,7 +68,9 @@ class OmniRequest:
             )
         if self.dit_cache_config is not None:
             raise InvalidParameterError(
-                "dit_cache_config", self.dit_cache_config, "this version cannot do that yet"
+                "dit_cache_config",
+                self.dit_cache_config,
+                "the budget is the stage's: dit_config.cache_config; a request's is params.cache",
             )
         if self.trace_headers is not None and not isinstance(self.trace_headers, Mapping):
             raise InvalidParameterError(

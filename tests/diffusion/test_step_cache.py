@@ -11,7 +11,15 @@ import torch
 from diffusers import FirstBlockCacheConfig
 from torch import Tensor
 
-from tests.drawing import Case, draw_stock, inputs_of, latents_of, load_tokenizer, run_engine
+from tests.drawing import (
+    Case,
+    MakeCheckpoint,
+    draw_stock,
+    inputs_of,
+    latents_of,
+    load_tokenizer,
+    run_engine,
+)
 from vllm_omni.config import DiTCacheConfig, DiTConfig
 from vllm_omni.diffusion.cache_manager import DiTCacheManager
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
@@ -135,6 +143,46 @@ def test_the_cache_takes_no_more_than_is_left(demo_stock: Any) -> None:
         for case, output in zip(cases, outputs, strict=True):
             assert (latents_of(output) - draw_stock(demo_stock, case)[0]).abs().max() <= 1e-4
             assert get_skipped(output) == 0
+    finally:
+        core.shutdown()
+
+
+def test_a_request_that_is_passed_over_may_lose_its_cache(checkpoint: MakeCheckpoint) -> None:
+    """One that needs the room takes it; the other goes on with a step in full, and ends well."""
+    core = DiffusionEngineCore(
+        DiTConfig(
+            model=str(checkpoint(0)),
+            device="cpu",
+            max_num_seqs=1,
+            policy="priority",
+            cache_config=DiTCacheConfig(max_cache_size=84_000),  # bytes: of both but for the cache
+        )
+    )
+    try:
+        tokenizer = load_tokenizer(core)
+        cache = StepCacheParams(threshold=10.0)  # random weights: whatever comes is near enough
+        inputs = inputs_of(Case("a cat", 64, 64, 6, None, 1), tokenizer, cache=cache)
+        [alone] = run_engine(core, [inputs])
+        assert get_skipped(alone) == 5
+        large = inputs_of(Case("a dog", 256, 256, 2, None, 2), tokenizer)
+        core.add_request(DiffusionRequest(request_id="a", custom_inputs=inputs))
+        finals: dict[str, tuple[int, EngineCoreOutput]] = {}
+        evictions = 0
+        for step in range(9):
+            if step == 3:
+                urgent = DiffusionRequest(request_id="b", custom_inputs=large, priority=-1)
+                core.add_request(urgent)
+            news, _ = core.step()
+            for outputs in news.values():
+                finals |= {o.request_id: (step, o) for o in outputs.outputs if o.finished}
+                assert outputs.step_stats is not None
+                evictions += outputs.step_stats.num_evictions.get("step_cache", 0)
+        assert {id: step for id, (step, _) in finals.items()} == {"b": 4, "a": 7}
+        assert evictions == 1
+        assert get_skipped(finals["a"][1]) == 4  # one more was taken in full
+        assert finals["a"][1].error is None and finals["b"][1].error is None
+        [stats] = core.executor.collective_rpc("get_stats")
+        assert (stats["num_requests"], stats["cache_request_bytes"]) == (0, 0)
     finally:
         core.shutdown()
 
