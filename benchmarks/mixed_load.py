@@ -102,11 +102,13 @@ def _serve(
 
 def describe(outcomes: Outcomes, costs: Costs) -> str:
     """Tables in Markdown."""
+    num_requests = outcomes[LOADS[0]][STOCK].by_class["all"].count
     lines = [
         f"Capacity of the engine {costs.capacity:.3f} pictures/s, of stock diffusers "
         f"{costs.stock_capacity:.3f}. The fit of step costs is off by "
         f"{abs(costs.steps.errors).max():.1%} at most. Seconds; in time is {SLO_SCALE:g} times "
-        f"what stock diffusers takes alone.\n",
+        f"what stock diffusers takes alone. Time is virtual, {num_requests} requests for each load; "
+        f"beyond a capacity the queue grows with every request, and so do latencies.\n",
     ]
     for load, by_way in outcomes.items():
         lines += [
@@ -154,7 +156,7 @@ def write_plot(path: Path, outcomes: Outcomes, title: str) -> None:
         by_load.set_xlabel("arrivals, as a share of the engine's capacity")
         for axes in (by_class, by_load):
             axes.set_yscale("log")
-        by_class.legend()
+        figure.legend(*by_load.get_legend_handles_labels(), loc="outside upper right", ncols=3)
         figure.suptitle(title, fontsize=9, x=0.01, ha="left")
         figure.savefig(path)
 

@@ -262,11 +262,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Who did not step had no room behind those that go before it, and not for too long."""
         num_seqs = num_tokens = num_picked_tokens = 0
         num_resident = sum(record.expected_end is None for record in self.started())
-        for record in sorted(self.runnable(), key=self.order):
-            is_overdue = record.num_passed_over >= self.config.ageing_steps
+        overdue = self.find_overdue()
+        for record in sorted(self.runnable(), key=lambda r: self.order(r, r is overdue)):
             is_full = (
                 self.config.policy == "shortest"
-                and not is_overdue
+                and record is not overdue
                 and num_picked_tokens > 0
                 and num_picked_tokens + record.num_tokens > self.config.saturating_num_tokens
             )
@@ -279,7 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if has_room:
                 num_seqs += 1
                 num_tokens += record.num_tokens
-                num_picked_tokens += 0 if is_overdue else record.num_tokens
+                num_picked_tokens += 0 if record is overdue else record.num_tokens
                 num_resident += not record.is_started
             else:
                 record.num_passed_over += 1
@@ -288,16 +288,20 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert record.num_passed_over <= longest
         assert num_resident <= self.config.max_num_resident
 
-    def order(self, record: Record) -> tuple[bool, int, int]:
+    def find_overdue(self) -> Record | None:
+        """The oldest of those that were passed over for too long: it goes first."""
+        waited = [r for r in self.runnable() if r.num_passed_over >= self.config.ageing_steps]
+        return min(waited, key=lambda record: record.index, default=None)
+
+    def order(self, record: Record, is_overdue: bool) -> tuple[bool, int, int]:
         remaining_steps = record.request.custom_inputs.num_steps - record.num_computed_steps
         rank = {
             "fcfs": 0,
             "priority": record.request.priority,
             "shortest": record.num_tokens * max(1, remaining_steps),
         }[self.config.policy]
-        if self.config.policy == "fcfs" or record.num_passed_over < self.config.ageing_steps:
-            return True, rank, record.index
-        return False, 0, record.index  # overdue
+        goes_before = is_overdue and self.config.policy != "fcfs"  # where arrival alone counts
+        return (False, 0, 0) if goes_before else (True, rank, record.index)
 
     def runnable(self) -> list[Record]:
         """Requests that have not ended and have steps to take."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -135,7 +135,7 @@ class DiffusionScheduler:
         self._finished_req_ids = []
 
         num_tokens = 0
-        num_picked_tokens = 0  # of those that the policy picked: the overdue come on top
+        num_picked_tokens = 0  # of those that the policy picked: an overdue one comes on top
         candidates = [r for r in self.requests.values() if r.status is not RequestStatus.DECODING]
         num_resident, _ = self.get_request_counts()
         max_num_resident = self.config.max_num_resident
@@ -144,9 +144,10 @@ class DiffusionScheduler:
         # The first of the order fits, so it steps; whoever does not fit behind it is passed over,
         # which holds up nobody, until it is old enough to be first itself. (Only a new first may
         # have to wait, for one of those that hold latents to end.)
-        for request in sorted(candidates, key=self._order):
+        overdue = self._find_overdue(candidates)
+        for request in sorted(candidates, key=lambda r: self._order(r, r is overdue)):
             is_new = request.status is RequestStatus.WAITING
-            is_overdue = self._is_overdue(request)
+            is_overdue = request is overdue
             if (
                 len(output.num_scheduled_steps) == self.config.max_num_seqs
                 or (num_tokens and num_tokens + request.num_tokens > self._max_num_tokens)
@@ -216,19 +217,20 @@ class DiffusionScheduler:
 
     # --- order ---
 
-    def _order(self, request: ScheduledRequest) -> tuple[int, int]:
-        """Smallest goes first, equals by arrival (sorting is stable).
-
-        Who was passed over for too long goes before the policy's pick.
-        """
-        if self.config.policy == "fcfs" or self._is_overdue(request):
+    def _order(self, request: ScheduledRequest, is_overdue: bool) -> tuple[int, int]:
+        """Smallest goes first, equals by arrival (sorting is stable)."""
+        if self.config.policy == "fcfs" or is_overdue:
             return (0, 0)
         if self.config.policy == "priority":
             return (1, request.request.priority)
         return (1, request.remaining_work)
 
-    def _is_overdue(self, request: ScheduledRequest) -> bool:
-        return request.num_passed_over >= self.config.ageing_steps
+    def _find_overdue(self, candidates: Sequence[ScheduledRequest]) -> ScheduledRequest | None:
+        """The one that goes before the policy's picks: the oldest that was passed over too long.
+
+        One at a time is enough for each to have its turn, and leaves the others room to be quick.
+        """
+        return next((r for r in candidates if r.num_passed_over >= self.config.ageing_steps), None)
 
     def _would_slow(self, request: ScheduledRequest, num_picked_tokens: int) -> bool:
         """Whether shorter requests would wait for this one in a step that is full enough.
