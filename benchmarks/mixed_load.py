@@ -107,8 +107,8 @@ def describe(outcomes: Outcomes, costs: Costs) -> str:
         f"Capacity of the engine {costs.capacity:.3f} pictures/s, of stock diffusers "
         f"{costs.stock_capacity:.3f}. The fit of step costs is off by "
         f"{abs(costs.steps.errors).max():.1%} at most. Seconds; in time is {SLO_SCALE:g} times "
-        f"what stock diffusers takes alone. Time is virtual, {num_requests} requests for each load; "
-        f"beyond a capacity the queue grows with every request, and so do latencies.\n",
+        f"what stock diffusers takes alone. Time is virtual, {num_requests} requests for each "
+        f"load; beyond a capacity the queue grows with every request, and so do latencies.\n",
     ]
     for load, by_way in outcomes.items():
         lines += [
