@@ -116,13 +116,20 @@ def test_output_crosses_with_every_field() -> None:
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])
 def test_finish_reason_crosses(reason: FinishReason | None) -> None:
-    sent = omni.EngineCoreOutput("r", finish_reason=reason)
+    error = RequestError("StageExecutionError", "why") if reason is FinishReason.ERROR else None
+    sent = omni.EngineCoreOutput("r", finish_reason=reason, error=error)
     assert from_wire(to_wire(sent)) == sent
     [output] = cross(OmniEngineCoreOutputs(outputs=[to_wire(sent)]), OmniEngineCoreOutputs).outputs
     received = from_wire(output)
     assert received == sent
     assert received.finish_reason is reason
     assert received.finished == (reason is not None)
+
+
+def test_a_request_that_vllm_could_not_decode_has_an_error() -> None:
+    output = OmniEngineCoreOutput("r", new_token_ids=[], finish_reason=VllmFinishReason.ERROR)
+    error = from_wire(output).error
+    assert error is not None and "could not read" in error.message
 
 
 @pytest.mark.parametrize("name", omni.TENSOR_DTYPES)
