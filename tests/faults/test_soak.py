@@ -35,7 +35,7 @@ class Size:
 
 def test_nothing_grows(start: MakeVictim, checkpoint: MakeCheckpoint, record: Record) -> None:
     # Finished jobs and their pictures are kept for an hour unless told otherwise.
-    victim = start(str(checkpoint(0)), "--worker-processes", "1", "--max-jobs", "100")
+    victim = start(str(checkpoint(0)), "--max-jobs", "100")
     victim.wait_until_ready()
     asks = create_asks(CHUNK, steps=2)
     expected = learn(victim.url, asks)
