@@ -17,7 +17,7 @@ from vllm_omni.config import StageConfig
 from vllm_omni.engine.coordinator import CrossEngineCoordinator, ParentRequest
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.processor import OmniProcessor, ProcessedInput
-from vllm_omni.engine.stage_client import StageClient
+from vllm_omni.engine.stage_client import StageClient, StageHealth
 from vllm_omni.engine.stages import complete_stage_configs
 from vllm_omni.errors import (
     EngineDeadError,
@@ -54,6 +54,10 @@ class StubClient(StageClient):
         for request_id in list(request_ids):
             self.aborted.append(request_id)
             self.deliver(EngineCoreOutput(request_id, finish_reason=FinishReason.ABORT))
+
+    @property
+    def health(self) -> StageHealth:
+        return StageHealth("ready")
 
     async def check_health(self) -> None:
         return
