@@ -28,6 +28,7 @@ test: lint types browser  ## check format, lint and types, then run the tests
 faults: export HF_HUB_OFFLINE = 1
 faults: $(STAMP)  ## do everything to servers that can happen to them; takes an hour
 	$(BIN)/pytest tests/faults -m '' --record benchmarks/results/faults
+	$(BIN)/pytest tests/entrypoints/cli -m faults
 	SCHEMA_CASES=20000 $(BIN)/pytest --timeout=5000 -rP tests/entrypoints/openai/test_schema.py
 
 browser:  ## install Chromium for the tests of the page, where that is allowed

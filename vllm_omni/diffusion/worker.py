@@ -163,7 +163,8 @@ def run_worker(
     setproctitle.setproctitle(f"vllm-omni diffusion:{config.stage_id} worker {rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     logs.configure_child()
-    if config.device == "cpu" or not torch.cuda.is_available():
+    is_on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    if is_on_cpu and "OMP_NUM_THREADS" not in os.environ:  # else the operator has said it
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
     try:
         with fast_imports():
