@@ -42,6 +42,7 @@ _LOOK_PERIOD = 1.0  # and between closer ones, which take longer
 _BACK_OFF = 0.1  # seconds before the second start in a row, doubled for each one more
 _MAX_BACK_OFF = 10.0
 _IDLE_CPU = 0.02  # of one processor: whoever uses less waits for something
+_LAST_WORD = 0.3  # seconds to learn that the end of a start was the end of everything
 _STACKS_TIME = 0.5  # seconds to write the stacks down
 
 State = Literal["starting", "ready", "restarting", "failed"]
@@ -204,6 +205,8 @@ class Supervisor(Generic[ProcessT]):
                 self._error = error  # it has said why; the same would happen again
             return Death(str(error))
         except (EngineDeadError, OSError, EOFError) as error:
+            # Who ends a whole group of processes ends this one too, which may hear of it last.
+            self._stop.wait(_LAST_WORD)
             return Death(f"it cannot start: {error}")
         self._last_beat = (process.black_box.read().num_beats, time.monotonic())
         self._idle, self._was_stopped = None, False
