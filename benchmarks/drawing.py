@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,11 +137,3 @@ def max_difference(ours: Sequence[Drawn], theirs: Sequence[Drawn]) -> float:
     """The largest absolute difference of any latent of any picture."""
     pairs = zip(ours, theirs, strict=True)
     return max(float((a.latents - b.latents).abs().max()) for a, b in pairs)
-
-
-def get_versions() -> dict[str, str]:
-    packages = ("torch", "diffusers", "transformers")
-    return {
-        "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in packages},
-    }

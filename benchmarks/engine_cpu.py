@@ -36,9 +36,10 @@ from vllm_omni.models.qwen_image.checkpoint import CHECKPOINT_SIZES, write_check
 from vllm_omni.outputs import EngineCoreOutputs
 
 if TYPE_CHECKING:
-    from benchmarks import drawing
+    from benchmarks import drawing, gpu_report
 else:
     import drawing  # beside this script
+    import gpu_report
 
 CONCURRENCY = 8
 MAX_LATENTS_DIFFERENCE = 1e-4  # of latents, float32
@@ -194,7 +195,7 @@ def describe_run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": drawing.get_versions(),
+        "versions": gpu_report.get_versions(),
         "cpu": get_cpu_name(),
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: a clock, and a report that is written anew after every part."""
+"""What benchmarks share: a clock, and a report that is written anew after every part."""
 
 from __future__ import annotations
 
@@ -78,16 +78,21 @@ class Report(Generic[B]):
 
 def get_header() -> Figures:
     """The command, when and where it ran."""
-    packages = ("torch", "diffusers", "transformers")
     has_cuda = torch.cuda.is_available()
     return {
         "command": shlex.join(["python3", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if has_cuda else "cpu",
-        "versions": {
-            "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in packages},
-        },
+        "versions": get_versions(),
+    }
+
+
+def get_versions() -> dict[str, str]:
+    """Of Python, and of the packages that decide how long something takes."""
+    packages = ("torch", "diffusers", "transformers")
+    return {
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in packages},
     }
 
 

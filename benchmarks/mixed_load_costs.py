@@ -21,9 +21,9 @@ from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter, QwenImag
 from vllm_omni.models.qwen_image.checkpoint import build_scheduler
 
 if TYPE_CHECKING:
-    from benchmarks import drawing, packed_rows, virtual_load
+    from benchmarks import gpu_report, packed_rows, virtual_load
 else:  # beside this script
-    import drawing
+    import gpu_report
     import packed_rows
     import virtual_load
 
@@ -90,7 +90,7 @@ def measure(device_name: str, num_layers: int, num_rounds: int) -> dict[str, Any
     bench = Bench(device, num_layers)
     figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device_name,
-        "versions": drawing.get_versions(),
+        "versions": gpu_report.get_versions(),
         "num_layers": num_layers,
         "num_rounds": num_rounds,
     }

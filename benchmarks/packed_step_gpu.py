@@ -18,17 +18,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import gc
-import inspect
-import json
-import shlex
 import statistics
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -43,17 +38,17 @@ from vllm_omni.models.qwen_image.adapter import pack_latents
 from vllm_omni.models.qwen_image.checkpoint import write_checkpoint
 
 if TYPE_CHECKING:
-    from benchmarks import drawing, packed_rows
+    from benchmarks import drawing, gpu_report, packed_rows
+    from benchmarks.gpu_report import Call, Figures, relative_error, table
 else:  # beside this script
     import drawing
+    import gpu_report
     import packed_rows
+    from gpu_report import Call, Figures, relative_error, table
 
 NUM_ROUNDS = 7  # of each timing, after two that do not count
 REFERENCE_LAYERS = 4  # of the comparison with float32
 ENGINE_STEPS = 10
-
-Figures = dict[str, Any]
-Call = Callable[[], object]
 
 
 class Bench:
@@ -303,10 +298,7 @@ def start_noise(case: drawing.Case, dtype: torch.dtype) -> Tensor:
 
 
 def relative_errors(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
-    return [
-        float((a.double() - b.double()).norm() / b.double().norm())
-        for a, b in zip(ours, reference, strict=True)
-    ]
+    return [relative_error(a, b) for a, b in zip(ours, reference, strict=True)]
 
 
 def batch_errors(model: Any, rows: Sequence[packed_rows.Row]) -> list[float]:
@@ -319,39 +311,7 @@ def numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.2g}" for value in values)
 
 
-def table(headers: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = [headers, ["---"] * len(headers), *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 # --- the run ---
-
-
-class Report:
-    """Both files, written again with every part that ends."""
-
-    def __init__(self, out: Path, header: Figures) -> None:
-        self.out = out
-        self.figures = header
-        self.markdown = [f"# {(__doc__ or '').splitlines()[0]}\n"]
-        self.markdown += [f"- {name}: {value}\n" for name, value in header.items()]
-        self.has_failed = False
-
-    def run(self, bench: Bench, part: Callable[[Bench], tuple[Figures, str]]) -> None:
-        title, start = inspect.getdoc(part), time.perf_counter()
-        try:
-            self.figures[part.__name__], text = part(bench)
-        except Exception:
-            self.has_failed = True
-            self.figures[part.__name__] = {"failed": traceback.format_exc()}
-            text = f"```\n{traceback.format_exc()}```\n"
-        seconds = time.perf_counter() - start
-        section = f"\n## {part.__name__}\n{title}\n\n{text}\n{seconds:.0f} s.\n"
-        self.markdown.append(section)
-        print(section, flush=True)
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "packed_step_gpu.json").write_text(json.dumps(self.figures, indent=2) + "\n")
-        (self.out / "packed_step_gpu.md").write_text("".join(self.markdown))
 
 
 def main() -> None:
@@ -362,16 +322,9 @@ def main() -> None:
     device = torch.device(args.device)
     dimensions = packed_rows.Dimensions(args.layers, args.heads, args.head_dim, args.text_dim)
     bench = Bench(device, dimensions, args.sides)
-    report = Report(
-        args.out,
-        {
-            "command": shlex.join(["python3", *sys.argv]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name() if bench.is_cuda else "cpu",
-            "versions": drawing.get_versions(),
-            "transformer": str(dimensions),
-        },
-    )
+    title = (__doc__ or "").splitlines()[0]
+    about = {"transformer": str(dimensions)}
+    report: gpu_report.Report[Bench] = gpu_report.Report(args.out, "packed_step_gpu", title, about)
     report.run(bench, parity)
     report.run(bench, timings)
     bench.drop_transformer()

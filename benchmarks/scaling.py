@@ -15,24 +15,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from benchmarks import gpu_report, packed_rows
-    from benchmarks.gpu_report import Figures, number, table
+    from benchmarks.gpu_report import Call, Figures, number, table
     from benchmarks.step_latency import Bench, FastStep
 else:  # beside this script
     import gpu_report
     import packed_rows
-    from gpu_report import number, table
+    from gpu_report import Call, Figures, number, table
     from step_latency import Bench, FastStep
-
-    Figures = dict[str, Any]
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 MAX_TOKENS = 18_000  # of a step of ours; more take longer in proportion
@@ -53,17 +51,12 @@ def ours_fp8(bench: Bench) -> tuple[Figures, str]:
 def stock_batched(bench: Bench) -> tuple[Figures, str]:
     """Stock diffusers, eager, pictures of one size as a batch, a forward for each branch:
     milliseconds per guided step and picture."""
-    figures: Figures = {}
-    for side in bench.sides:
-        figures[f"{side}²"] = {}
-        for count in BATCH_SIZES:
-            rows = [row for _ in range(count) for row in bench.rows.make_guided(side)]
-            if count > 1 and sum(row.num_tokens for row in rows) > MAX_STOCK_TOKENS:
-                break
-            steps = [packed_rows.StockStep(bench.stock_model, rows[branch::2]) for branch in (0, 1)]
-            ms = bench.clock.time(lambda s=steps: [step() for step in s], 3, 1)  # type: ignore[misc]
-            figures[f"{side}²"][str(count)] = ms / count
-    return figures, _table(figures)
+
+    def make_step(rows: Sequence[packed_rows.Row]) -> Call:
+        steps = [packed_rows.StockStep(bench.stock_model, rows[branch::2]) for branch in (0, 1)]
+        return lambda: [step() for step in steps]
+
+    return _measure(bench, make_step, MAX_STOCK_TOKENS, rounds=3, warm_up=1)
 
 
 def modulation(bench: Bench) -> tuple[Figures, str]:
@@ -80,14 +73,25 @@ def modulation(bench: Bench) -> tuple[Figures, str]:
 
 
 def _measure_ours(bench: Bench) -> tuple[Figures, str]:
+    return _measure(bench, partial(FastStep, bench.fast), MAX_TOKENS, rounds=4, warm_up=3)
+
+
+def _measure(
+    bench: Bench,
+    make_step: Callable[[Sequence[packed_rows.Row]], Call],
+    max_tokens: int,
+    rounds: int,
+    warm_up: int,
+) -> tuple[Figures, str]:
+    """Of every size, as many pictures at once as the tokens allow, and at least one."""
     figures: Figures = {}
     for side in bench.sides:
         figures[f"{side}²"] = {}
         for count in BATCH_SIZES:
             rows = [row for _ in range(count) for row in bench.rows.make_guided(side)]
-            if count > 1 and sum(row.num_tokens for row in rows) > MAX_TOKENS:
+            if count > 1 and sum(row.num_tokens for row in rows) > max_tokens:
                 break
-            ms = bench.clock.time(FastStep(bench.fast, rows), 4, 3)
+            ms = bench.clock.time(make_step(rows), rounds, warm_up)
             figures[f"{side}²"][str(count)] = ms / count
     return figures, _table(figures)
 

@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 else:  # beside this script
     import gpu_report
     import packed_rows
-    from gpu_report import number, relative_error, table
-
-    Figures = dict[str, Any]
+    from gpu_report import Figures, number, relative_error, table
 
 MAX_ROWS = 64
 MAX_GRAPH_TOKENS = 8192

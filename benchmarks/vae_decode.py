@@ -10,11 +10,8 @@ packed_step_gpu.py. Writes vae_decode.json and vae_decode.md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +24,9 @@ from torch import Tensor
 from vllm_omni.models.qwen_image.vae import PictureDecoder
 
 if TYPE_CHECKING:
-    from benchmarks import drawing
+    from benchmarks import gpu_report
 else:
-    import drawing  # beside this script
+    import gpu_report  # beside this script
 
 SIDES = (512, 1024, 1536, 2048)
 TILE = 1024
@@ -103,12 +100,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     by_way = measure(device, args.scale)
-    header = {
-        "command": shlex.join(["python3", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else args.device,
-        "versions": drawing.get_versions(),
-    }
+    header = gpu_report.get_header()
     lines = [f"# {(__doc__ or '').splitlines()[0]}\n", f"    {header['command']}\n"]
     lines.append(f"{header['date']}, {header['device']}, {header['versions']}.\n")
     lines.append("| ms, GiB at the peak | " + " | ".join(f"{side}²" for side in SIDES) + " |")
