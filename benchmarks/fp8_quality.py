@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 else:  # beside this script
     import gpu_report
     from demo_quality import Pixels, Task, make_tasks
-
-    Figures = dict[str, Any]
+    from gpu_report import Figures
 
 SIDE = 256
 VARIANTS = {

@@ -15,13 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vllm_omni.config import OmniConfig
 from vllm_omni.engine.black_box import BlackBox
-from vllm_omni.engine.supervisor import Death, RestartPolicy, Supervisor
+from vllm_omni.engine.supervisor import Death, Supervisor
 from vllm_omni.errors import EngineDeadError, ModelLoadError
 from vllm_omni.processes import end_with_parent, show_stacks_when_asked
 
 CONTEXT = multiprocessing.get_context("fork")  # starts in no time
-POLICY = RestartPolicy(max_restarts=3, hang_timeout=1.0, step_timeout=4.0, start_timeout=30.0)
+CONFIG = OmniConfig(max_restarts=3, hang_timeout=1.0, step_timeout=4.0, start_timeout=30.0)
 
 Main = Callable[["Ready", BlackBox], None]
 
@@ -82,7 +83,7 @@ def beat(ready: Ready, black_box: BlackBox) -> None:
 class Watcher:
     """A supervisor, and what it has said."""
 
-    def __init__(self, main: Main, policy: RestartPolicy, waits_for_release: bool) -> None:
+    def __init__(self, main: Main, config: OmniConfig, waits_for_release: bool) -> None:
         self.num_started = 0
         self.waits_for_release = waits_for_release
         self.deaths: list[Death] = []
@@ -90,7 +91,7 @@ class Watcher:
         self.news = threading.Condition()
         self.supervisor: Supervisor[SmallProcess] = Supervisor(
             "stage 7 (test)",
-            policy,
+            config,
             lambda: SmallProcess(main),
             self._note_start,
             self._note_death,
@@ -135,10 +136,8 @@ class Watcher:
 def watch() -> Iterator[Callable[..., Watcher]]:
     watchers: list[Watcher] = []
 
-    def make(
-        main: Main, policy: RestartPolicy = POLICY, waits_for_release: bool = False
-    ) -> Watcher:
-        watchers.append(Watcher(main, policy, waits_for_release))
+    def make(main: Main, config: OmniConfig = CONFIG, waits_for_release: bool = False) -> Watcher:
+        watchers.append(Watcher(main, config, waits_for_release))
         return watchers[-1]
 
     yield make
@@ -179,7 +178,7 @@ def test_it_gives_up_with_the_cause(watch: Callable[..., Watcher]) -> None:
     watcher = watch(die)
     watcher.supervisor.wait_until_ready()
     watcher.wait(lambda: bool(watcher.failures))
-    assert len(watcher.deaths) == POLICY.max_restarts + 1
+    assert len(watcher.deaths) == CONFIG.max_restarts + 1
     assert watcher.deaths[0] == Death("ended with exit code 7", False, ("a", "b"))
     [error] = watcher.failures
     assert "stage 7 (test) is given up: it died 4 times within 600 s" in str(error)
@@ -188,7 +187,7 @@ def test_it_gives_up_with_the_cause(watch: Callable[..., Watcher]) -> None:
 
 
 def test_deaths_long_ago_do_not_count(watch: Callable[..., Watcher]) -> None:
-    watcher = watch(beat, RestartPolicy(max_restarts=1, restart_window=0.01))
+    watcher = watch(beat, OmniConfig(max_restarts=1, restart_window=0.01))
     watcher.supervisor.wait_until_ready()
     for number in (1, 2, 3):
         watcher.wait_for_start(number)

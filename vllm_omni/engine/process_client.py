@@ -43,7 +43,7 @@ from vllm_omni.engine.stage_client import StageClient, StageHealth
 from vllm_omni.engine.stage_process import StageProcess
 from vllm_omni.engine.stages import make_dit_config
 from vllm_omni.engine.supervised_core import SupervisedCore
-from vllm_omni.engine.supervisor import Death, RestartPolicy, Supervisor
+from vllm_omni.engine.supervisor import Death, Supervisor
 from vllm_omni.errors import EngineDeadError, EngineError
 from vllm_omni.outputs import EngineCoreOutput, FinishReason
 from vllm_omni.run_folder import get_run_folder, sweep
@@ -80,7 +80,7 @@ class ProcStageClient(StageClient):
         )
         self.supervisor = Supervisor(
             self.name,
-            RestartPolicy.from_config(config),
+            config,
             self._start,
             self._connect,
             self._note_death,

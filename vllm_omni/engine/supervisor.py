@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Generic, Literal, Protocol, Self, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import psutil
 
@@ -46,27 +46,6 @@ _LAST_WORD = 0.3  # seconds to learn that the end of a start was the end of ever
 _STACKS_TIME = 0.5  # seconds to write the stacks down
 
 State = Literal["starting", "ready", "restarting", "failed"]
-
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    """When a stage is taken for dead, and when there is no more hope for it."""
-
-    max_restarts: int = 5
-    restart_window: float = 600.0
-    hang_timeout: float = 8.0
-    step_timeout: float = 300.0
-    start_timeout: float = 600.0
-
-    @classmethod
-    def from_config(cls, config: OmniConfig) -> Self:
-        return cls(
-            max_restarts=config.max_restarts,
-            restart_window=config.restart_window,
-            hang_timeout=config.hang_timeout,
-            step_timeout=config.step_timeout,
-            start_timeout=config.start_timeout,
-        )
 
 
 @dataclass(frozen=True)
@@ -101,6 +80,7 @@ class Supervisor(Generic[ProcessT]):
 
     Args:
         name: of the stage, for messages: "stage 1 (diffusion)".
+        config: says when it is taken for dead, and when there is no more hope for it.
         start: starts a process.
         on_ready: the process works.
         on_death: it does not any more; another will be started.
@@ -110,14 +90,14 @@ class Supervisor(Generic[ProcessT]):
     def __init__(
         self,
         name: str,
-        policy: RestartPolicy,
+        config: OmniConfig,
         start: Callable[[], ProcessT],
         on_ready: Callable[[ProcessT], None],
         on_death: Callable[[Death], None],
         on_failed: Callable[[EngineDeadError], None],
     ) -> None:
         self.name = name
-        self.policy = policy
+        self.config = config
         self.state: State = "starting"
         self.num_restarts = 0
         self.cause = ""  # of the last death
@@ -197,7 +177,7 @@ class Supervisor(Generic[ProcessT]):
             self.process = process = self._start()
             if self._stop.is_set():
                 return Death("shut down")
-            with _StartWatch(process, self.policy):
+            with _StartWatch(process, self.config):
                 process.wait_until_ready()
                 self._on_ready(process)
         except ModelLoadError as error:
@@ -233,11 +213,11 @@ class Supervisor(Generic[ProcessT]):
             self.process.shutdown()
         now = time.monotonic()
         self._deaths.append(now)
-        while self._deaths[0] < now - self.policy.restart_window:
+        while self._deaths[0] < now - self.config.restart_window:
             self._deaths.popleft()
-        if len(self._deaths) > self.policy.max_restarts:
+        if len(self._deaths) > self.config.max_restarts:
             self._give_up(
-                f"it died {len(self._deaths)} times within {self.policy.restart_window:g} s, "
+                f"it died {len(self._deaths)} times within {self.config.restart_window:g} s, "
                 f"at last of this: {death.cause}"
             )
             return
@@ -269,16 +249,16 @@ class Supervisor(Generic[ProcessT]):
         now, reading = time.monotonic(), process.black_box.read()
         if reading.num_beats != self._last_beat[0]:
             self._last_beat = (reading.num_beats, now)
-        policy = self.policy
-        if (silence := now - self._last_beat[1]) >= policy.hang_timeout:
+        config = self.config
+        if (silence := now - self._last_beat[1]) >= config.hang_timeout:
             return f"no sign of life for {silence:.1f} s"
         if self._stays_stopped(process, now):
             return "one of its processes does not run"
         if reading.busy_since is None:
             return None
         busy = now - reading.busy_since
-        if busy >= policy.step_timeout:
-            return f"one step takes longer than step_timeout={policy.step_timeout:g} s"
+        if busy >= config.step_timeout:
+            return f"one step takes longer than step_timeout={config.step_timeout:g} s"
         if self._is_waiting(process, reading.num_steps, busy, now):
             return f"a step makes no progress for {busy:.1f} s"
         return None
@@ -287,13 +267,13 @@ class Supervisor(Generic[ProcessT]):
         """Whether a process of the stage is stopped in two looks; also a worker that idles."""
         if now < self._next_stop_look:
             return False
-        self._next_stop_look = now + self.policy.hang_timeout / 2
+        self._next_stop_look = now + self.config.hang_timeout / 2
         was_stopped, self._was_stopped = self._was_stopped, is_stopped(_tree_of(process))
         return was_stopped and self._was_stopped
 
     def _is_waiting(self, process: ProcessT, step: int, busy: float, now: float) -> bool:
         """Whether a step has used no processor for the second half of the time it is given."""
-        limit = self.policy.hang_timeout
+        limit = self.config.hang_timeout
         if busy < limit / 2 or now < self._next_look:
             return False
         self._next_look = now + _LOOK_PERIOD
@@ -346,8 +326,8 @@ class _StartWatch:
     If it has died, nobody waits for it.
     """
 
-    def __init__(self, process: Watched, policy: RestartPolicy) -> None:
-        self._process, self._policy = process, policy
+    def __init__(self, process: Watched, config: OmniConfig) -> None:
+        self._process, self._config = process, config
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -370,10 +350,10 @@ class _StartWatch:
             next_look = now + _LOOK_PERIOD
             if not is_stopped(_tree_of(self._process)):
                 stopped_since = now
-            if now - stopped_since >= self._policy.hang_timeout:
+            if now - stopped_since >= self._config.hang_timeout:
                 logger.error("%s is stopped while it starts", process.name)
                 kill_tree(process)
-            elif now - started >= self._policy.start_timeout:
+            elif now - started >= self._config.start_timeout:
                 logger.error("%s has not started in time", process.name)
                 kill_tree(process)
 
