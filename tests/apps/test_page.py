@@ -267,6 +267,17 @@ def test_keyboard_is_enough(page: Page) -> None:
     expect(page.locator("#stage dl")).to_contain_text(PROMPT)
 
 
+def test_prompt_does_not_take_the_focus_back(page: Page) -> None:
+    prompt = page.locator("#prompt textarea")
+    prompt.fill("a line\n" * 40)
+    steps = page.locator("#steps input[type=number]")
+    for top in (0, 10_000, 0):
+        steps.focus()
+        prompt.evaluate("(element, top) => element.scrollTo(0, top)", top)
+        page.wait_for_timeout(200)
+        expect(steps).to_be_focused()
+
+
 # --- looks ---
 
 

@@ -124,7 +124,6 @@ class DrawTab:
                 placeholder="a large red circle on a white background",
                 lines=1,
                 max_lines=6,
-                autofocus=True,
                 elem_id="prompt",
             )
             with gr.Row(elem_id="buttons"):

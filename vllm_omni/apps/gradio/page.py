@@ -63,6 +63,7 @@ def make_page(page: Page) -> gr.Blocks:
             visit.session.model = model
             return view.show_header(model.id), *draw.load(visit, model), *chat.load(visit, model)
 
+        blocks.load(js=view.FOCUS_JS, api_visibility="private")
         blocks.load(
             load,
             None,

@@ -37,6 +37,9 @@ setInterval(show, 2000);
 document.addEventListener('visibilitychange', show);
 """
 
+# Once: a Textbox with autofocus also takes the focus back whenever its text grows.
+FOCUS_JS = "() => document.querySelector('#prompt textarea').focus()"
+
 TIMES = "\N{MULTIPLICATION SIGN}"
 STAGE_HEIGHT = 440  # CSS pixels
 HINT = "Your picture appears here."
