@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import vllm_omni
 from vllm_omni import envs
@@ -19,8 +20,13 @@ COMMANDS = (generate, serve, bench, checkpoint, doctor)
 def run() -> None:
     """The command as a shell starts it."""
     exit_code = main(is_shell=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # of stderr: there is nowhere left to say it
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            exit_code = 1
+            print(f"error: cannot write to stdout: {error}", file=sys.stderr)
+        sys.stderr.flush()
     # Not sys.exit(): to take apart an interpreter with vLLM in it lasts seconds and is of no use.
     os._exit(exit_code)
 

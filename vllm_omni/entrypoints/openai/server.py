@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +65,7 @@ async def _serve(app: OmniApp, listener: socket.socket) -> None:
     ending = asyncio.create_task(server.end_when_told())
     warming_up = asyncio.create_task(app.health.warm_up())
     try:
-        print(await make_report(app, listener), flush=True)
+        _say(await make_report(app, listener))
         await asyncio.wait({serving, warming_up}, return_when=asyncio.FIRST_COMPLETED)
         if warming_up.done():
             warming_up.result()  # a model that cannot draw once cannot serve
@@ -75,6 +77,14 @@ async def _serve(app: OmniApp, listener: socket.socket) -> None:
         ending.cancel()
         server.should_exit = True
         await asyncio.gather(serving, warming_up, ending, return_exceptions=True)
+
+
+def _say(report: str) -> None:
+    """On stdout, past its buffer: a full disk, or nobody who reads, is no reason not to serve."""
+    try:
+        os.write(sys.stdout.fileno(), f"{report}\n".encode())
+    except OSError as error:
+        logger.warning("stdout takes nothing: %s", error)
 
 
 def make_uvicorn_config(app: OmniApp) -> uvicorn.Config:
