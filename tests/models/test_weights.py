@@ -73,8 +73,13 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "huge header": (lambda m: (m / WEIGHTS).write_bytes(b"\xff" * 20), "within its own header"),
     "no weights": (lambda m: (m / WEIGHTS).unlink(), r"there is no \.safetensors file"),
-    "no component": (lambda m: shutil.rmtree(m / "vae"), "vae' is not a folder"),
-    "no config": (lambda m: (m / "vae/config.json").unlink(), r"has no config\.json"),
+    "no component": (lambda m: shutil.rmtree(m / "vae"), r"has no vae/config\.json"),
+    "no config": (
+        lambda m: (m / "vae/config.json").unlink(),
+        r"has no vae/config\.json: is it a w",
+    ),
+    "no tokenizer": (lambda m: shutil.rmtree(m / "tokenizer"), "has no tokenizer/tokenizer_config"),
+    "no scheduler": (lambda m: shutil.rmtree(m / "scheduler"), "has no scheduler/scheduler_config"),
     "no index": (lambda m: (m / "model_index.json").unlink(), r"has no model_index\.json"),
     "broken index": (lambda m: (m / "model_index.json").write_text("{"), "is not valid JSON"),
     "other model": (

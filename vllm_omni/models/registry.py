@@ -68,7 +68,9 @@ def read_json(model: Path, name: str) -> dict[str, Any]:
     if not model.is_dir():
         raise ModelLoadError(f"model {str(model)!r} is not a folder: give 'demo' or a local path")
     if not path.is_file():
-        raise ModelLoadError(f"{model} has no {name}: is it a checkpoint in diffusers layout?")
+        raise ModelLoadError(
+            f"{model} has no {name}: is it a whole checkpoint in diffusers layout?"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

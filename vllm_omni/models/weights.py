@@ -15,6 +15,7 @@ from typing import Any
 from vllm_omni.errors import ModelLoadError
 from vllm_omni.models.registry import get_model_spec, read_json
 
+_SMALL_FILES = ("scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json")
 _INDEX = "*.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 _NOTES = "__metadata__"  # of a header, beside the tensors
@@ -28,8 +29,10 @@ def check_weights(model: Path) -> None:
     """Raise `ModelLoadError` if a file of a checkpoint in diffusers layout is missing or broken."""
     if not (model / "model_index.json").is_file() and (model / "config.json").is_file():
         return  # a language model of its own, which vLLM knows how to read
-    for component in get_model_spec(model).components:
-        read_json(model / component, "config.json")
+    components = get_model_spec(model).components
+    for name in (*_SMALL_FILES, *(f"{component}/config.json" for component in components)):
+        read_json(model, name)
+    for component in components:
         for path in _find_weights(model / component):
             _check_file(path)
 
