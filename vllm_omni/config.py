@@ -173,7 +173,9 @@ class DiTConfig:
         sizes = check_each("warmup_sizes", self.warmup_sizes, str)
         object.__setattr__(self, "warmup_sizes", sizes)
         for size in sizes:
-            WarmupSize.parse(size)
+            if WarmupSize.parse(size).count > self.max_num_seqs:
+                allowed = f"no more at once than max_num_seqs={self.max_num_seqs}"
+                raise ConfigError("warmup_sizes", size, allowed)
         check_whole("snapshot_steps", self.snapshot_steps, 0)
         check_is("cache_config", self.cache_config, DiTCacheConfig)
 

@@ -97,6 +97,24 @@ def test_a_step_that_warms_up_is_a_step(fast: DiffusionEngineCore) -> None:
     adapter.cache_manager.release_cache("b")
 
 
+def test_where_blocks_do_not_compile_it_warms_up_the_simple_loop(
+    fast: DiffusionEngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = get_adapter(fast)
+    broken = FastTransformer(adapter.transformer, max_rows=64, backend="aot_eager")
+    monkeypatch.setattr(broken, "_project", None)
+    broken.try_to_compile()
+    assert not broken.is_ready
+    monkeypatch.setattr(broken, "start_compiling", lambda: None)
+    monkeypatch.setattr(adapter, "_fast", broken)
+    with torch.no_grad():
+        state = adapter.prepare("c", inputs_of(CASES[0], load_tokenizer(fast)))
+        [warm] = adapter.warm_up_step([state])
+    assert warm.isfinite().all()
+    adapter.release(state)
+    adapter.cache_manager.release_cache("c")
+
+
 def test_asleep_it_holds_nothing_of_the_device(fast: DiffusionEngineCore) -> None:
     adapter = get_adapter(fast)
     kept = adapter._fast

@@ -155,10 +155,27 @@ def test_what_is_held_by_a_failed_call_is_free_before_the_next() -> None:
     assert len(alive) == 7
 
 
+def test_one_alone_is_tried_again_with_what_could_be_freed() -> None:
+    decodes_beside = [torch.ones(1)]
+
+    def call(batch: list[int]) -> list[int]:
+        if decodes_beside:
+            raise torch.OutOfMemoryError("no more")
+        return batch
+
+    done = call_isolated(
+        call, ["a"], [{"a": 1}], lambda *_: pytest.fail(), lambda _: decodes_beside.clear()
+    )
+    assert done == {"a": 1}
+
+
 def test_what_counts_as_running_out() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"))
+    with pytest.raises(RuntimeError) as of_the_host:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(of_the_host.value)
     assert not is_out_of_memory(RuntimeError("kernel exploded"))
     assert not is_out_of_memory(ValueError("out of memory"))
 

@@ -304,6 +304,15 @@ def test_part_of_the_extrapolated_change_is_added(extrapolation: float, expected
     assert strategy.predict(tails, [0.6, 0.7], 0.5).item() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("order", [1, 2])
+def test_steps_of_one_noise_level_give_no_direction(order: int) -> None:
+    """Two of `DiffusionParams.sigmas` can be one in float32."""
+    row = make_row(StepCacheParams(method="taylor", threshold=0.5, warmup_steps=3, order=order))
+    steps = [(3.0, 0.75), (5.0, 0.625), (5.0, 0.625), (0.0, 0.5)]
+    outputs = [take_step(row, 1.0, tail, sigma) for tail, sigma in steps]
+    assert outputs == [3, 5, 5, 7]  # the last one extrapolated from the first and the third
+
+
 def test_rows_that_cannot_skip_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """In warm-up, at the most skips in a row and with threshold 0 nothing is read back."""
     warming = make_row(StepCacheParams(threshold=0.5, warmup_steps=3))
@@ -358,6 +367,22 @@ def test_optional_entries_do_not_push_each_other_out() -> None:
     assert not manager.try_cache_tensor("b", "x", torch.zeros(20))
     assert manager.try_cache_tensor("a", "x", torch.ones(20))
     assert manager.get_cache("a", "x") is not None and manager.num_evictions == 0
+
+
+def test_a_device_without_memory_has_no_room_for_optional_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = DiTCacheManager(DiTCacheConfig())
+    row = make_row(StepCacheParams(threshold=0.5, warmup_steps=0), manager)
+
+    def run_out(size: int) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "_new_buffer", run_out)
+        assert [take_step(row, 1.0, 10.0), take_step(row, 1.0, 11.0)] == [10, 11]
+    assert manager.used_bytes == 0
+    assert [take_step(row, 1.0, 12.0), take_step(row, 1.0, 13.0)] == [12, 12]
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         DiTConfig(warmup_sizes=[text])
 
 
+def test_no_more_are_warmed_up_than_a_step_holds() -> None:
+    assert DiTConfig(warmup_sizes=["64x64x4"], max_num_seqs=4).warmup_sizes == ("64x64x4",)
+    with pytest.raises(ConfigError, match=r"64x64x5.* no more at once than max_num_seqs=4"):
+        DiTConfig(warmup_sizes=["64x64x5"], max_num_seqs=4)
+
+
 def test_compiled_code_is_kept_for_us_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

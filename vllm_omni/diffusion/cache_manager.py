@@ -147,14 +147,18 @@ class DiTCacheManager:
     def try_cache_tensor(self, request_id: str, name: str, tensor: Tensor) -> bool:
         """Like `cache_tensor`, for what a request can do without; whether there was room.
 
-        It takes no room from the optional entries of others: they would take it back.
+        It takes no room from the optional entries of others: they would take it back. Without
+        room, what was there before is gone.
         """
         held = self.get_cache(request_id, name)
         is_new = held is None or held.nbytes != tensor.nbytes
         if is_new and not self._has_room(tensor.nbytes):
             self._drop(request_id, name)
             return False
-        self._copy(request_id, name, tensor, CacheKind.STEP_CACHE)
+        try:
+            self._copy(request_id, name, tensor, CacheKind.STEP_CACHE)
+        except torch.OutOfMemoryError:  # another process has taken what is ours by the budget
+            return False
         return True
 
     def try_hold(

@@ -88,7 +88,7 @@ class UniProcDiffusionExecutor(DiffusionExecutor):
         return  # it is this process
 
     def shutdown(self) -> None:
-        self.worker.pipeline_manager.unload()
+        self.worker.sleep(level=2)
 
 
 @dataclass(eq=False)
@@ -100,6 +100,7 @@ class WorkerHandle:
     connection: Connection
     request_tokens: dict[str, int] = field(default_factory=dict)  # what it works on
     num_decoding: int = 0  # of these, those whose results come with a later step
+    max_num_tokens: int | None = None  # most of one step that fit into its memory, once it told
 
     def send(self, call: WorkerCall[Any]) -> None:
         """Send a call; a dead worker is found out when its reply is awaited."""
@@ -176,13 +177,21 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
                 self._bury(worker, reply, output)
             elif reply.model_output is not None:
                 worker.num_decoding = reply.model_output.num_decoding
+                worker.max_num_tokens = reply.model_output.max_num_tokens
                 for request_id in reply.model_output.deferred_req_ids:
                     del worker.request_tokens[request_id]  # any worker may have room for it first
                 output.merge(reply.model_output)
             else:
                 failure = StageExecutionError(f"worker {worker.rank}: {reply.error}")
                 _fail(calls[worker].num_scheduled_steps, failure, output)
+        output.max_num_tokens = self._add_limits()
         return output
+
+    def _add_limits(self) -> int | None:
+        """What fits into all workers together, those that had nothing to do in this step too."""
+        limits = [worker.max_num_tokens for worker in self.workers]
+        known = [limit for limit in limits if limit is not None]
+        return sum(known) if len(known) == len(limits) else None
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         call: WorkerCall[Any] = WorkerCall(method=method, args=list(args))

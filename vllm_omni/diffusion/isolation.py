@@ -2,7 +2,7 @@
 
 When a batched call fails, it is made again for each request alone, and only the guilty one fails.
 When the device runs out of memory nobody is guilty: the batch is cut into halves, and again, until
-it fits; only a request that does not fit alone fails.
+it fits; only a request that does not fit alone, after all that can be freed is free, fails.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-# What CUDA's libraries say when they, not torch, ask for memory and get none.
-_ALLOCATION_FAILURES = ("out of memory", "ALLOC_FAILED")
+# What CUDA's libraries say when they, not torch, ask for memory and get none; and torch on a host.
+_ALLOCATION_FAILURES = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -34,6 +34,7 @@ def call_isolated(
     columns: Sequence[Mapping[str, Any]],
     fail: Callable[[str, Exception], None],
     on_out_of_memory: Callable[[Sequence[str]], None],
+    is_last_try: bool = False,
 ) -> dict[str, R]:
     """What the call gives for each request that it works for.
 
@@ -41,7 +42,9 @@ def call_isolated(
         call: takes a list for each of `columns`, and changes nothing, so that it can be repeated.
         columns: the call's arguments by request id.
         fail: told of a request that fails alone.
-        on_out_of_memory: told of a batch that did not fit, before anything is tried again.
+        on_out_of_memory: told of a batch that did not fit, before anything is tried again; frees
+            what it can.
+        is_last_try: that was done already for this request alone.
     """
     if not request_ids:
         return {}
@@ -55,10 +58,13 @@ def call_isolated(
         # The frames of the traceback hold the tensors that took the memory.
         error = error.with_traceback(None)
         on_out_of_memory(request_ids)
-    if len(request_ids) == 1:
+    is_alone = len(request_ids) == 1
+    if is_alone and (is_last_try or not has_run_out):
         fail(request_ids[0], error)
         return {}
-    if has_run_out:
+    if is_alone:
+        groups = [request_ids]
+    elif has_run_out:
         half = (len(request_ids) + 1) // 2
         groups = [request_ids[:half], request_ids[half:]]
     else:
@@ -70,5 +76,5 @@ def call_isolated(
     del error  # or it would be held while the parts run
     done: dict[str, R] = {}
     for group in groups:
-        done.update(call_isolated(call, group, columns, fail, on_out_of_memory))
+        done.update(call_isolated(call, group, columns, fail, on_out_of_memory, is_alone))
     return done

@@ -111,7 +111,7 @@ class DiffusionModelRunnerOutput(msgspec.Struct, kw_only=True):
     memory_bytes: dict[int, int] = {}  # worker -> bytes in use; once a second, not in every step
 
     def merge(self, other: DiffusionModelRunnerOutput) -> None:
-        """Add what another worker did in the same step."""
+        """Add what another worker did in the same step; their limits are the executor's to add."""
         self.num_computed_steps.update(other.num_computed_steps)
         self.num_skipped_rows.update(other.num_skipped_rows)
         self.num_cached_rows += other.num_cached_rows
@@ -125,8 +125,6 @@ class DiffusionModelRunnerOutput(msgspec.Struct, kw_only=True):
         self.errors.update(other.errors)
         self.num_decoding += other.num_decoding
         self.deferred_req_ids += other.deferred_req_ids
-        if other.max_num_tokens is not None:
-            self.max_num_tokens = (self.max_num_tokens or 0) + other.max_num_tokens
         self.memory_bytes.update(other.memory_bytes)
         # Workers work at the same time: the slowest counts.
         self.model_time = max(self.model_time, other.model_time)

@@ -43,6 +43,7 @@ class PipelineManager:
         ]
         self._offloaded = _OFFLOADED[config.cpu_offload]
         self._components: dict[str, Any] = {}
+        self._is_asleep = False
 
     @property
     def transformer(self) -> Any:
@@ -57,7 +58,7 @@ class PipelineManager:
         return self._component("text_encoder")
 
     def _component(self, name: str) -> Any:
-        if name not in self._components:
+        if self._is_asleep or name not in self._components:
             raise EngineError(f"the {name} is not loaded: call load() or wake() first")
         return self._components[name]
 
@@ -80,6 +81,7 @@ class PipelineManager:
         """Leave the device: level 1 keeps the weights in host memory, level 2 drops them."""
         if level not in (1, 2):
             raise ValueError(f"level={level} is not allowed: 1 or 2")
+        self._is_asleep = True
         if level == 2:
             self.unload()
         for component in self._on_device():
@@ -91,6 +93,7 @@ class PipelineManager:
         self.load()
         for component in self._on_device():
             component.to(self.device)
+        self._is_asleep = False
 
     def _on_device(self) -> list[Any]:
         """The components whose weights stay on the device between uses."""

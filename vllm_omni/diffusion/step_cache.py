@@ -193,8 +193,11 @@ class RowCache:
             self._keep_tail(pending.tail, pending.sigma)
 
     def _keep_tail(self, tail: Tensor, sigma: float) -> None:
-        # The oldest one's buffer takes the newest residual.
-        if len(self.tails) == self.strategy.num_tails:
+        if self.tails and self.tails[0].sigma == sigma:
+            # Noise levels can be one in float32: no direction is seen along them.
+            name = self.tails.pop(0).name
+        elif len(self.tails) == self.strategy.num_tails:
+            # The oldest one's buffer takes the newest residual.
             name = self.tails.pop().name
         else:
             name = f"step_cache.{self.branch}.tail.{len(self.tails)}"

@@ -69,12 +69,15 @@ class DiffusionWorker:
         self.model_runner = DiffusionModelRunner(
             self.adapter, self.cache_manager, self.config.snapshot_steps
         )
-        dummies = DummyRequests(self.adapter, self.cache_manager, self.config)
-        dummies.warm_up(WarmupSize.parse(size) for size in self.config.warmup_sizes)
+        self._dummies = DummyRequests(self.adapter, self.cache_manager, self.config)
+        self._warm_up()
         if device.type == "cuda":
-            limits = dummies.measure_limits()
+            limits = self._dummies.measure_limits()
             self.model_runner.max_num_tokens = limits.max_num_tokens
             self.adapter.limit_decode(limits.max_decode_latents)
+
+    def _warm_up(self) -> None:
+        self._dummies.warm_up(WarmupSize.parse(size) for size in self.config.warmup_sizes)
 
     def get_pipeline_manager(self) -> PipelineManager:
         return self.pipeline_manager
@@ -114,6 +117,7 @@ class DiffusionWorker:
 
     def wake(self) -> None:
         self.pipeline_manager.wake()
+        self._warm_up()
 
     def get_stats(self) -> dict[str, int]:
         return {

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
+from vllm_omni.layers import linear
 from vllm_omni.layers.linear import round_up_rows
-from vllm_omni.models.qwen_image import fast_transformer
+from vllm_omni.models.qwen_image import fast_transformer, modulation
 from vllm_omni.models.qwen_image.fast_plan import fill_bucket, find_bucket, make_fast_plan
 from vllm_omni.models.qwen_image.fast_transformer import FastTransformer
 from vllm_omni.models.qwen_image.modulation import ModulationTable, compute_modulation
@@ -142,7 +144,7 @@ def test_plan_has_the_long_segments_first(transformer: QwenImageTransformer2DMod
 
 
 def test_text_is_filled_up_to_what_fp8_needs(transformer: QwenImageTransformer2DModel) -> None:
-    plan = make_fast_plan(make_plan(transformer, MIX), num_text_tokens=round_up_rows(27))
+    plan = make_fast_plan(make_plan(transformer, MIX), round_up_rows(27), round_up_rows(1))
     assert [plan.num_text_tokens, plan.num_image_tokens] == [128, 156]
     assert plan.segments.lens == [69, 67, 31, 16, 101]
     assert plan.segment_rows == [3, 1, 0, 2]
@@ -181,6 +183,21 @@ class TestModulationTable:
             slots = table.find(wanted)
             expected, _ = compute_modulation(transformer, wanted)
             torch.testing.assert_close(table.of_blocks[slots], expected)
+
+    @torch.no_grad()
+    def test_what_could_not_be_made_is_made_when_it_is_asked_for_again(
+        self, transformer: QwenImageTransformer2DModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def run_out(*_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        table = ModulationTable(transformer, 4)
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(modulation, "compute_modulation", run_out)
+            table.find([0.5])
+        slots = table.find([0.5])
+        expected, _ = compute_modulation(transformer, [0.5])
+        torch.testing.assert_close(table.of_blocks[slots], expected)
 
 
 @torch.no_grad()
@@ -232,17 +249,29 @@ def test_steps_take_the_simple_loop_until_it_is_compiled(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
 
 
+@pytest.mark.parametrize("rows", [MIX, MIX[:1]], ids=["mix", "few image tokens"])
 @torch.no_grad()
-def test_fp8_is_the_same_in_the_fast_step_and_the_simple_loop() -> None:
+def test_fp8_is_the_same_in_the_fast_step_and_the_simple_loop(
+    rows: Sequence[RowShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Both round to fp8; what differs is the last bit of what they round.
     stock, quantized = create_transformer(), create_transformer()
-    inputs = create_inputs(stock, MIX)
+    inputs = create_inputs(stock, rows)
     expected = packed_forward(stock, *inputs)
     quantize_weights(quantized)
     simple = packed_forward(quantized, *inputs)
     assert 0.005 < relative_error(simple, expected) < 0.1
     fast = FastTransformer(quantized, max_rows=8, backend="")
+    multiplied: list[int] = []  # rows of each product
+
+    def note(x: Tensor, *more: Any) -> Tensor:
+        multiplied.append(x.shape[0])
+        return fp8_product(x, *more)
+
+    fp8_product = linear._fp8_product
+    monkeypatch.setattr(linear, "_fp8_product", note)
     assert relative_error(fast.forward(*inputs), simple) < 0.02
+    assert min(multiplied) >= round_up_rows(1)  # of fewer, a GPU has no product
     bytes_of = [
         sum(p.nbytes for block in model.transformer_blocks for p in block.parameters())
         for model in (stock, quantized)

@@ -194,7 +194,7 @@ class QwenImageRunnerAdapter:
 
     def sleep(self) -> None:
         """Keep nothing on the device that can be made again: weights are about to leave it."""
-        self._transformer = self._fast = self._batch = None
+        self._transformer = self._fast = self._batch = self._decoder = None
         self._plans.clear()
 
     @property
@@ -330,8 +330,7 @@ class QwenImageRunnerAdapter:
     def warm_up_step(self, states: Sequence[QwenImageState]) -> list[Tensor]:
         """`step`, after everything is compiled and captured that steps like this one need."""
         packed = self._pack(states).packed
-        if self._fast is not None and packed is not None:
-            self._fast.compile()
+        if self._fast is not None and self._fast.is_ready and packed is not None:
             self._fast.capture(packed.plan)
         return self.step(states)
 

@@ -70,15 +70,16 @@ class Bucket:
         return self.num_image_tokens + self.num_text_tokens
 
 
-def make_fast_plan(plan: PackPlan, num_text_tokens: int | None = None) -> FastPlan:
+def make_fast_plan(plan: PackPlan, min_text: int = 0, min_image: int = 0) -> FastPlan:
     """The same packing, by default without a token too many.
 
     Args:
-        num_text_tokens: how many there have to be; those that are missing are filled up.
+        min_text: tokens that there have to be; those that are missing are filled up.
+        min_image: the same.
     """
-    num_text = max(sum(plan.text_lens), num_text_tokens or 0)
-    missing = num_text - sum(plan.text_lens)
-    return _make(plan, sum(plan.image_lens), num_text, [missing] * (missing > 0), None)
+    num_text, num_image = max(sum(plan.text_lens), min_text), max(sum(plan.image_lens), min_image)
+    missing = [num_text - sum(plan.text_lens), num_image - sum(plan.image_lens)]
+    return _make(plan, num_image, num_text, [length for length in missing if length], None)
 
 
 def find_bucket(plan: PackPlan, max_tokens: int) -> Bucket | None:

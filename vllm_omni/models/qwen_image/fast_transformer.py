@@ -246,11 +246,18 @@ class FastTransformer:
 
     def _run_plain(self, part: Part, plan: PackPlan, image: Tensor, text: Tensor) -> Outputs:
         """Without a graph."""
+        num_image, num_text = image.shape[0], text.shape[0]
         if (fast := self._plans.get(plan)) is None:
-            num_text = round_up_rows(text.shape[0]) if self.is_quantized else None
-            fast = self._plans[plan] = make_fast_plan(plan, num_text)
-        of_image, of_text = part(fast, image, fill_up(text, fast.num_text_tokens))
-        return of_image, tuple(output[: text.shape[0]] for output in of_text)
+            # Image tokens are many as a rule: only where they are too few does fp8 need more.
+            least = (round_up_rows(num_text), round_up_rows(1)) if self.is_quantized else ()
+            fast = self._plans[plan] = make_fast_plan(plan, *least)
+        of_image, of_text = part(
+            fast, fill_up(image, fast.num_image_tokens), fill_up(text, fast.num_text_tokens)
+        )
+        return (
+            tuple(output[:num_image] for output in of_image),
+            tuple(output[:num_text] for output in of_text),
+        )
 
     def _set_slots(self, tensor: Tensor, slots: Sequence[int]) -> None:
         tensor[: len(slots)].copy_(torch.tensor(slots), non_blocking=True)
@@ -365,7 +372,7 @@ def _attend(plan: FastPlan, query: Tensor, key: Tensor, value: Tensor) -> tuple[
         text, image = attended.split((plan.num_text_tokens, plan.num_image_tokens))
         return image, text
     by_segment = attend_by_segment(query, key, value, plan.segments)
-    num_rows = len(plan.segment_rows)  # behind theirs are segments that fill up the text
+    num_rows = len(plan.segment_rows)  # behind theirs are those that fill up text, then image
     by_row: dict[int, Tensor] = dict(zip(plan.segment_rows, by_segment[:num_rows], strict=True))
     pieces = [
         by_row[row].flatten(1).split((text_len, image_len))
@@ -375,7 +382,11 @@ def _attend(plan: FastPlan, query: Tensor, key: Tensor, value: Tensor) -> tuple[
     ]
     texts, images = zip(*pieces, strict=True)
     filling = [segment.flatten(1) for segment in by_segment[num_rows:]]
-    return torch.cat(images), torch.cat((*texts, *filling))
+    num_of_text = int(plan.num_text_tokens > sum(plan.text_lens))
+    return (
+        torch.cat((*images, *filling[num_of_text:])),
+        torch.cat((*texts, *filling[:num_of_text])),
+    )
 
 
 def _dynamic(tensor: Tensor) -> Tensor:

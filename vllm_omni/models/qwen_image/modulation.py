@@ -50,6 +50,8 @@ class ModulationTable:
         self._slots.clear()
 
     def _make(self, timesteps: list[float], num_wanted: int) -> None:
+        # First, because it can run out of memory: a slot without its values is never found.
+        of_blocks, of_output = compute_modulation(self.transformer, timesteps)
         slots = []
         for timestep in timesteps:
             free = len(self._slots)
@@ -58,7 +60,6 @@ class ModulationTable:
             self._slots[timestep] = slot
             slots.append(slot)
         assert len(self._slots) >= num_wanted
-        of_blocks, of_output = compute_modulation(self.transformer, timesteps)
         index = torch.tensor(slots, device=of_output.device)
         self.of_blocks.index_copy_(0, index, of_blocks)
         self.of_output.index_copy_(0, index, of_output)
