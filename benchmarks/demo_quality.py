@@ -11,7 +11,7 @@ the model.
     python -m benchmarks.demo_quality --model out/demo --backend omni --prompts 60 --out out/quality
 
 Writes demo_quality.json, demo_quality.md and contact_sheet.png. On the GPU machine only the
-`diffusers` backend is there; see benchmarks/packed_step_gpu.py for how diffusers gets there.
+`diffusers` backend is there; benchmarks/README.md says how diffusers gets there.
 """
 
 from __future__ import annotations

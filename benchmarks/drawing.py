@@ -87,8 +87,8 @@ class StockPipeline:
             self.pipeline = QwenImagePipeline.from_pretrained(model, dtype=dtype).to(device)
         self.pipeline.set_progress_bar_config(disable=True)
 
-    def draw(self, case: Case, noise: Tensor | None = None) -> Drawn:
-        """To pixels; `noise` [1, image tokens, channels] is used instead of the seed's."""
+    def draw(self, case: Case) -> Drawn:
+        """To pixels."""
         last: list[Tensor] = []
 
         def keep_latents(_: Any, step: int, __: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -103,7 +103,6 @@ class StockPipeline:
             height=case.height,
             num_inference_steps=case.num_steps,
             generator=torch.Generator("cpu").manual_seed(case.seed),
-            latents=noise,
             callback_on_step_end=keep_latents,
         ).images
         return Drawn(image, last[0][0].float().cpu())

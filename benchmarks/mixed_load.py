@@ -5,7 +5,7 @@
 
 Time is virtual, so that hours of load take seconds: the scheduler is the real one, and its clock
 moves by what steps and decodes took on a GPU. That is measured by the same file, on a machine with
-one (see packed_step_gpu.py for what it needs), and written to mixed_load_costs.json:
+one (README.md says what it needs), and written to mixed_load_costs.json:
 
     PYTHONPATH=.:vendor/site:vendor/diffusers-0.42.1-py3-none-any.whl \\
         python3 benchmarks/mixed_load.py --measure --out $OUT

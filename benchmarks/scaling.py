@@ -1,7 +1,7 @@
 """What a picture costs on one GPU, against batch size, resolution and number of steps.
 
-Full-size Qwen-Image with random weights, as in `step_latency.py`, whose docstring says what the
-machine needs. Steps are measured; a picture is its guided steps, and the decoding of its latents.
+Full-size Qwen-Image with random weights, as in `step_latency.py`; README.md says what the machine
+needs. Steps are measured; a picture is its guided steps, and the decoding of its latents.
 
     PYTHONPATH=.:vendor/site:vendor/diffusers-0.42.1-py3-none-any.whl \\
         python3 benchmarks/scaling.py --out $OUT
@@ -25,12 +25,12 @@ import torch
 if TYPE_CHECKING:
     from benchmarks import gpu_report, packed_rows
     from benchmarks.gpu_report import Call, Figures, number, table
-    from benchmarks.step_latency import Bench, FastStep
+    from benchmarks.step_bench import Bench, FastStep
 else:  # beside this script
     import gpu_report
     import packed_rows
     from gpu_report import Call, Figures, number, table
-    from step_latency import Bench, FastStep
+    from step_bench import Bench, FastStep
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 MAX_TOKENS = 18_000  # of a step of ours; more take longer in proportion

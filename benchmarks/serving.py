@@ -3,7 +3,7 @@
     python benchmarks/serving.py [--rounds 5] [--large-rounds 3] [--out benchmarks/results]
 
 Both run in process mode and both stay loaded; they work in turn, a round each, eight requests at a
-time. While the server works, a thread asks for /health every 20 ms, and a call's time counts from
+time. While the server works, a thread asks for /health every 250 ms, and a call's time counts from
 when it was due, so that calls held up by a slow one count as well. The second part draws large
 pictures of one step, where writing PNGs weighs most. Server, engine and client share the cores.
 """

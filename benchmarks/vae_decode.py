@@ -4,7 +4,7 @@
         python3 benchmarks/vae_decode.py --out $OUT
 
 Full-size VAE of Qwen-Image, random weights, bfloat16, one picture at a time. What it needs is in
-packed_step_gpu.py. Writes vae_decode.json and vae_decode.md.
+README.md. Writes vae_decode.json and vae_decode.md.
 """
 
 from __future__ import annotations
