@@ -77,6 +77,8 @@ class OmniRequest:
                 "trace_headers", self.trace_headers, "a mapping of header to value"
             )
         _check_each("stage_configs", self.stage_configs, StageConfig)
+        if self.messages is not None:
+            _check_each("messages", self.messages, Mapping)
         if self.prompt_token_ids is not None:
             _check_each("prompt_token_ids", self.prompt_token_ids, int)
         if not isinstance(self.request_id, str) or not self.request_id:
