@@ -29,11 +29,10 @@ def get_run_folder() -> Path:
 
 def sweep() -> None:
     """Take away what processes have left that are gone: folders of ours, and Python's sockets."""
-    heard = Path("/proc/net/unix").read_text()  # all sockets that somebody listens on
     for path in Path(tempfile.gettempdir()).iterdir():
         try:
             is_ours = path.lstat().st_uid == os.getuid() and path.is_dir()
-            if is_ours and (_is_left_over(path) or _is_left_by_forkserver(path, heard)):
+            if is_ours and (_is_left_over(path) or _is_left_by_forkserver(path)):
                 shutil.rmtree(path)
         except OSError:  # it is gone meanwhile, or was never ours
             continue
@@ -75,11 +74,12 @@ def _start_time(pid: int) -> str:
     return f"{boot[:2]}{int(stat.rpartition(')')[2].split()[19]):x}"
 
 
-def _is_left_by_forkserver(path: Path, heard: str) -> bool:
+def _is_left_by_forkserver(path: Path) -> bool:
     """Whether it holds nothing but sockets of forkservers that nobody listens on."""
     if not path.name.startswith("pymp-"):
         return False
     files = list(path.iterdir())
+    heard = Path("/proc/net/unix").read_text()  # after the files: one may be just starting
     return bool(files) and all(
         file.name.startswith("listener-") and str(file) not in heard for file in files
     )
