@@ -544,6 +544,49 @@ def test_request_that_cannot_be_planned_adds_nothing(processor: OmniProcessor) -
     assert client.added == []
 
 
+def test_abort_while_prompts_are_encoded_shows_nothing_of_them(processor: OmniProcessor) -> None:
+    """One of two prompts is there; what the stage made of it was not asked for."""
+    clients = [StubClient(stage) for stage in complete_stage_configs(TWO)]
+    clients[0].answer = lambda request: (
+        [create_text(0, "", FinishReason.STOP)] if request.request_id == "r" else []
+    )
+    coordinator = CrossEngineCoordinator(clients, processor, MultimodalOutputProcessor())
+
+    async def abort() -> list[OmniOutput]:
+        params = create_params(1, height=16, width=16, negative_prompt="ugly")
+        request = OmniRequest(prompt="a cat", request_id="r", params=params)
+        walk = asyncio.create_task(collect(coordinator, request))
+        while len(clients[0].added) < 2:
+            await asyncio.sleep(0)
+        await coordinator.abort("r")
+        return await walk
+
+    [answer] = asyncio.run(abort())
+    assert answer.finish_reason is FinishReason.ABORT
+    assert (answer.text, answer.request_output, answer.images) == (None, None, [])
+
+
+def test_hidden_states_are_the_users_own(processor: OmniProcessor) -> None:
+    """Whoever writes into them does not change those that are kept for the next request."""
+    rows = torch.arange(40.0).view(40, 1)
+    client = StubClient(
+        complete_stage_configs(AR_ALONE)[0],
+        lambda request: [
+            EngineCoreOutput("r", finish_reason=FinishReason.STOP, pooling_output=rows.clone())
+        ],
+    )
+    coordinator = CrossEngineCoordinator(
+        [client], processor, MultimodalOutputProcessor(), prompt_cache_bytes=10_000
+    )
+    for _ in range(3):
+        request = OmniRequest(prompt="a cat", request_id="r", output_format="hidden_states")
+        [answer] = asyncio.run(collect(coordinator, request))
+        assert answer.hidden_states is not None and answer.hidden_states[0] > 0
+        assert torch.equal(answer.hidden_states, rows[-len(answer.hidden_states) :])
+        answer.hidden_states.zero_()
+    assert len(client.added) == 1
+
+
 def create_text(index: int, text: str, finish_reason: FinishReason | None) -> EngineCoreOutput:
     """As vLLM streams: about one completion."""
     completion = CompletionOutput(index, text, [1], None, None)

@@ -317,14 +317,12 @@ class CrossEngineCoordinator:
         for output in finals:
             if output.error is not None:
                 raise output.error.to_exception()
-        if walk.is_aborted:
-            walk.results += [o for o in finals if o.request_output is not None]
-        elif hop.modality == "hidden_states":
-            self._take_embeds(hop, walk, finals)
-        else:
-            if walk.is_text_shown:
-                walk.results += finals
+        if hop.modality == "text":
+            if walk.is_text_shown:  # one that was aborted may have none
+                walk.results += [o for o in finals if o.request_output is not None]
             walk.inputs = ProcessedInput(prompt=walk.text)
+        elif not walk.is_aborted:
+            self._take_embeds(hop, walk, finals)
 
     def _take_embeds(self, hop: Hop, walk: Walk, finals: Sequence[EngineCoreOutput]) -> None:
         by_id = {output.request_id: output for output in finals}
@@ -340,7 +338,8 @@ class CrossEngineCoordinator:
                 EngineCoreOutput(
                     request_id=walk.request.request_id,
                     finish_reason=FinishReason.STOP,
-                    pooling_output=walk.embeds[0],
+                    # A copy: the user may write into it, and the prompt cache keeps the rest.
+                    pooling_output=walk.embeds[0].clone(),
                     output_type="hidden_states",
                 )
             )
