@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from socket import AF_INET, SO_RCVBUF, SO_SNDBUF, SOCK_STREAM, SOL_SOCKET, create_server, socket
 
@@ -15,7 +15,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi.routing import APIRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.asking import make_head, open_connection, read_answer, talk
 from tests.inner_server import InnerServer, Served
@@ -139,22 +139,22 @@ def test_large_body_that_waits_to_be_asked_is_not_sent(guarded: Served) -> None:
     "begun", [b"", b"GET / HT", make_head("GET", "/")[:-2]], ids=["nothing", "line", "head"]
 )
 def test_request_that_never_comes(guarded: Served, begun: bytes) -> None:
+    start = time.monotonic()
     with open_connection(guarded.port) as connection:
         connection.sendall(begun)
-        start = time.monotonic()
         assert connection.recv(1) == b""
-        assert 1 < time.monotonic() - start < 10
+        assert 1 < time.monotonic() - start < 30
 
 
 def test_body_that_comes_byte_by_byte(guarded: Served) -> None:
     with open_connection(guarded.port) as connection:
         connection.sendall(large_post("Content-Length: 1000"))
         start = time.monotonic()
-        for _ in range(15):
+        for _ in range(5):  # for much less time than there is: then it is no longer listened to
             connection.sendall(b" ")
             time.sleep(0.1)
         got = read_answer(connection)
-        assert got.status == 408 and 1 < time.monotonic() - start < 10
+        assert got.status == 408 and 1 < time.monotonic() - start < 30
         assert connection.recv(1) == b""
 
 
@@ -164,10 +164,10 @@ def test_rest_of_a_body_that_was_refused_is_not_read_for_ever(guarded: Served) -
         assert read_answer(connection).status == 413
         start = time.monotonic()
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            while time.monotonic() - start < 20:
+            while time.monotonic() - start < 30:
                 connection.sendall(b"x")
                 time.sleep(0.1)
-        assert 1 < time.monotonic() - start < 10
+        assert 1 < time.monotonic() - start < 30
 
 
 def test_idle_connection_is_kept(guarded: Served) -> None:
@@ -182,6 +182,32 @@ def test_idle_connection_is_kept(guarded: Served) -> None:
 # --- slow readers, of an app that only sends ---
 
 LARGE = 2**19  # bytes
+SEND_TIMEOUT = 2.0  # seconds; a busy machine has pauses, too
+SO_SNDBUF_BYTES = 2**14
+
+
+@contextmanager
+def run_app(
+    app: ASGIApp, config: ServerConfig, send_buffer: int
+) -> Iterator[tuple[uvicorn.Server, int]]:
+    """An app behind our connections, in a thread; its server and its port."""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=partial(Connection, config),  # type: ignore[arg-type]
+            loop="asyncio",  # as `vllm-omni serve`
+            log_config=None,
+            lifespan="off",
+        )
+    )
+    with create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield server, listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 class LargeAnswers:
@@ -201,23 +227,11 @@ class LargeAnswers:
 
 @pytest.fixture(scope="module")
 def large() -> Iterator[tuple[LargeAnswers, int]]:
-    """An app and its port; clients must read 64 kB within half a second."""
+    """An app and its port; clients must read 64 kB within `SEND_TIMEOUT`."""
     app = LargeAnswers()
-    config = uvicorn.Config(
-        app,
-        http=partial(Connection, ServerConfig(send_timeout=0.5)),  # type: ignore[arg-type]
-        log_config=None,
-        lifespan="off",
-    )
-    server = uvicorn.Server(config)
-    with create_server(("127.0.0.1", 0)) as listener:
-        listener.setsockopt(SOL_SOCKET, SO_SNDBUF, 2**14)  # the system takes little off its hands
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        yield app, listener.getsockname()[1]
-        server.should_exit = True
-        thread.join(30)
-    assert not thread.is_alive()
+    # The system takes little off its hands.
+    with run_app(app, ServerConfig(send_timeout=SEND_TIMEOUT), SO_SNDBUF_BYTES) as (_, port):
+        yield app, port
 
 
 def send_from_afar(port: int, request: bytes) -> socket:
@@ -230,42 +244,40 @@ def send_from_afar(port: int, request: bytes) -> socket:
     return connection
 
 
-def read(connection: socket, num_bytes: int, pause: float, seconds: float = 30) -> int:
-    """How many bytes came, so many at a time, until the end, a cut, or the time was over."""
-    deadline = time.monotonic() + seconds
+def read(connection: socket, num_bytes: int, pause: float) -> Iterator[int]:
+    """How many bytes have come, after each read, until all are there or the connection is cut."""
     num_read = 0
-    try:
-        while time.monotonic() < deadline and (data := connection.recv(num_bytes)):
+    with suppress(ConnectionResetError):
+        while num_read <= 2 * LARGE and (data := connection.recv(num_bytes)):  # and the head
             num_read += len(data)
+            yield num_read
             time.sleep(pause)
-            if num_read > 2 * LARGE:  # the head came, too
-                break
-    except ConnectionResetError:
-        pass
-    return num_read
 
 
-@pytest.mark.parametrize(("num_bytes", "pause"), [(1, 1.0), (1000, 0.1)], ids=["1 B/s", "10 kB/s"])
+@pytest.mark.parametrize(("num_bytes", "pause"), [(1, 0.5), (1000, 0.1)], ids=["2 B/s", "10 kB/s"])
 def test_who_hardly_reads_is_cut_off(
     large: tuple[LargeAnswers, int], num_bytes: int, pause: float
 ) -> None:
     app, port = large
     with send_from_afar(port, make_head("GET", "/")) as connection:
-        read(connection, num_bytes, pause, seconds=2)
-        assert app.num_waiting == 0  # it does not hold up whoever was sending
-        assert read(connection, 2**16, 0) < LARGE
+        wait_until(lambda: app.num_waiting == 1)
+        for _ in read(connection, num_bytes, pause):
+            if app.num_waiting == 0:  # it does not hold up whoever was sending
+                break
+        assert app.num_waiting == 0
+        assert max(read(connection, 2**16, 0), default=0) < LARGE
 
 
 def test_who_reads_slowly_gets_everything(large: tuple[LargeAnswers, int]) -> None:
     app, port = large
     start = time.monotonic()
     with send_from_afar(port, make_head("GET", "/")) as connection:
-        assert read(connection, 2**13, 0.03) > 2 * LARGE
-    assert app.num_waiting == 0 and time.monotonic() - start > 2  # many times the limit
+        assert max(read(connection, 2**13, 0.03)) > 2 * LARGE
+    assert app.num_waiting == 0 and time.monotonic() - start > SEND_TIMEOUT
 
 
 class SmallAnswers:
-    """Answers with a little, at once or when it is told to."""
+    """Answers with a little: at once, when it is told to, or so that nobody is served meanwhile."""
 
     def __init__(self) -> None:
         self.may_answer = threading.Event()
@@ -275,6 +287,8 @@ class SmallAnswers:
         self.num_waiting += 1
         while scope["path"] == "/later" and not self.may_answer.is_set():
             await asyncio.sleep(0.01)
+        if scope["path"] == "/alone":
+            self.may_answer.wait(30)
         self.num_waiting -= 1
         body = b"x" * int(scope["query_string"] or 1)
         headers = [(b"content-length", str(len(body)).encode())]
@@ -286,23 +300,10 @@ class SmallAnswers:
 def few() -> Iterator[tuple[SmallAnswers, uvicorn.Server, int]]:
     """An app to which four connections may be open, its server and its port."""
     app = SmallAnswers()
-    settings = ServerConfig(max_connections=4, send_timeout=0.5)
-    config = uvicorn.Config(
-        app,
-        http=partial(Connection, settings),  # type: ignore[arg-type]
-        log_config=None,
-        lifespan="off",
-    )
-    server = uvicorn.Server(config)
-    with create_server(("127.0.0.1", 0)) as listener:
-        listener.setsockopt(SOL_SOCKET, SO_SNDBUF, 2**12)
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        yield app, server, listener.getsockname()[1]
+    config = ServerConfig(max_connections=4, send_timeout=0.5)
+    with run_app(app, config, send_buffer=2**12) as (server, port):
+        yield app, server, port
         app.may_answer.set()
-        server.should_exit = True
-        thread.join(30)
-    assert not thread.is_alive()
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -332,15 +333,20 @@ def test_connections_are_bounded(few: tuple[SmallAnswers, uvicorn.Server, int]) 
 
 def test_idle_connections_give_way(few: tuple[SmallAnswers, uvicorn.Server, int]) -> None:
     """However many are opened and left lying, who asks is answered."""
-    _, server, port = few
+    app, server, port = few
     with ExitStack() as stack:
-        idle = [stack.enter_context(open_connection(port)) for _ in range(50)]
+        first = stack.enter_context(open_connection(port))
+        first.sendall(make_head("GET", "/alone"))
+        wait_until(lambda: app.num_waiting == 1)
+        idle = [stack.enter_context(open_connection(port)) for _ in range(50)]  # all come at once
         for connection in idle[:40]:
             connection.sendall(b"GET / HT")
+        app.may_answer.set()
+        assert read_answer(first).status == 200
         for _ in range(5):
             assert talk(port, make_head("GET", "/")).status == 200
-        assert len(server.server_state.connections) <= 5
-        assert idle[0].recv(1) == b""
+        assert len(server.server_state.connections) <= 4
+        assert idle[40].recv(1) == b""  # it never said anything
 
 
 def test_who_does_not_read_the_last_of_it_is_cut_off(
@@ -369,28 +375,34 @@ STREAM = {
 PICTURE = {"prompt": "a dog", "size": "128x128", "num_inference_steps": 2}
 
 
-def draw(served: Served) -> float:
-    """Seconds that a small picture takes."""
-    headers = {"authorization": f"Bearer {KEYS[0]}"}
-    url = f"{served.url}/v1/images/generations"
-    response = httpx.post(url, json=PICTURE, headers=headers, timeout=60)
-    assert response.status_code == 200, response.text
-    return response.elapsed.total_seconds()
-
-
-def test_others_do_not_wait_for_a_slow_reader(inner: InnerServer, guarded: Served) -> None:
-    door, admission = guarded.app.door, guarded.app.images.admission
-    alone = max(draw(guarded) for _ in range(3))
+def ask_from_afar(stack: ExitStack, served: Served) -> None:
+    """Somebody who asks for pictures, and does not read them."""
     body = json.dumps(STREAM).encode()
     request = large_post(f"Content-Length: {len(body)}") + body
-    with ExitStack() as stack:
+    stack.enter_context(send_from_afar(served.port, request))
+
+
+def count_work(inner: InnerServer, served: Served) -> tuple[int, int]:
+    """Requests that are not answered to the end, and those that have a place in the queue."""
+    app = served.app
+    return inner.look(lambda: (app.door.num_working, len(app.images.admission.tickets)))
+
+
+def test_others_do_not_wait_for_a_slow_reader(inner: InnerServer) -> None:
+    with inner.serve(api_keys=KEYS) as served, ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(send_from_afar(guarded.port, request))
-        while inner.look(lambda: admission.num_running) == 0:
-            time.sleep(0.01)
-        beside = draw(guarded)  # after the others, whoever reads them: they are drawn one by one
-        deadline = time.monotonic() + 30
-        while inner.look(lambda: door.num_working) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert inner.look(lambda: (door.num_working, len(admission.tickets))) == (0, 0)
-    assert beside < 10 * alone + 1
+            ask_from_afar(stack, served)
+        wait_until(lambda: count_work(inner, served)[0] == 3)
+        headers = {"authorization": f"Bearer {KEYS[0]}"}
+        url = f"{served.url}/v1/images/generations"
+        response = httpx.post(url, json=PICTURE, headers=headers, timeout=60)
+        assert response.status_code == 200, response.text
+        # They are drawn one by one: those before it are done, and nobody has read them yet.
+        assert count_work(inner, served) == (3, 0)
+
+
+def test_slow_reader_of_pictures_is_cut_off(inner: InnerServer, guarded: Served) -> None:
+    with ExitStack() as stack:
+        ask_from_afar(stack, guarded)
+        wait_until(lambda: count_work(inner, guarded)[0] == 1)
+        wait_until(lambda: count_work(inner, guarded) == (0, 0))

@@ -67,6 +67,8 @@ class Connection(H11Protocol):
         oldest = min((one for one in others if one is not self), key=_get_last_heard, default=None)
         if oldest is not None:
             oldest.transport.abort()
+            # Now: many may come before the loop gets to `connection_lost`, each to make room.
+            self.connections.discard(oldest)
         return oldest is not None
 
     @property
