@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import re
 import socket
 import threading
 import time
@@ -21,12 +23,13 @@ from vllm_omni import DiffusionParams, OmniRequest
 from vllm_omni.outputs import StepStats
 
 NUM = 20  # clients that leave, in each phase
+NUM_HITS = 8  # of those that have to be timed
 TIMEOUT = 60.0  # seconds to wait for anything
 KINDS = ("answer", "stream", "chat", "chat stream")
 AR, DIFFUSION = 0, 1  # stages
 
 PROMPT = "a red circle"
-ENDLESS = {"num_inference_steps": 1000, "size": "64x64"}
+ENDLESS = {"num_inference_steps": 1000, "size": "128x128"}
 IN_VIEW = {"num_inference_steps": 2, "size": "192x192"}  # long to decode, and large to send
 
 
@@ -88,7 +91,7 @@ class Inside:
             "queue, waiting": queue["waiting"],
             "requests in the worker": stats["num_requests"],
             "bytes in the worker": stats["cache_used_bytes"],
-            "threads": threading.active_count(),
+            "threads": sum(not _is_of_a_pool(thread) for thread in threading.enumerate()),
             "files": self.process.num_fds(),
         }
 
@@ -161,27 +164,36 @@ class Inside:
         client.on_step = before
 
 
+def _is_of_a_pool(thread: threading.Thread) -> bool:
+    """Pools start their threads when they need them, and keep them: so many, and no more."""
+    return re.search(r"_\d+$", thread.name) is not None
+
+
 @pytest.fixture(scope="module")
 def inside(inner: InnerServer, served: Served) -> Inside:
-    """After everything has run once: pools of threads are full, caches are there."""
+    """After everything has run once: caches are there."""
     for kind in KINDS:
         path = "/v1/chat/completions" if kind.startswith("chat") else "/v1/images/generations"
-        for _ in range(3):
-            body = make_body(kind, IN_VIEW)
-            assert httpx.post(f"{served.url}{path}", json=body, timeout=TIMEOUT).status_code == 200
+        body = make_body(kind, IN_VIEW)
+        assert httpx.post(f"{served.url}{path}", json=body, timeout=TIMEOUT).status_code == 200
+    gc.collect()  # what earlier tests have left
     return Inside(inner, served)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(inside: Inside) -> Iterator[None]:
-    """After every test the server holds what it held before: nothing of the requests."""
+    """After every test the server holds no more than before: nothing of the requests."""
     before = inside.count()
     assert before["walks"] == before["places"] == before["requests in the worker"] == 0
     yield
     deadline = time.monotonic() + TIMEOUT
-    while (after := inside.count()) != before and time.monotonic() < deadline:
+    while more := {
+        name: (before[name], after)
+        for name, after in inside.count().items()
+        if after > before[name]
+    }:
+        assert time.monotonic() < deadline, more
         time.sleep(0.05)
-    assert after == before
 
 
 @pytest.fixture(params=KINDS)
@@ -192,7 +204,7 @@ def clients(served: Served, request: pytest.FixtureRequest) -> Iterator[Clients]
 
 
 def test_while_they_wait(clients: Clients, inside: Inside) -> None:
-    endless = DiffusionParams(height=64, width=64, num_inference_steps=1000, seed=1)
+    endless = DiffusionParams(height=256, width=256, num_inference_steps=1000, seed=1)
     with inside.blocked(OmniRequest(prompt=PROMPT, params=endless)), inside.steps() as steps:
         inside.wait_until_held(DIFFUSION, 1)
         for _ in range(NUM):
@@ -231,7 +243,7 @@ def test_while_they_are_decoded(clients: Clients, inside: Inside) -> None:
     """Whether a client left in the middle of it, the step tells afterwards: until enough did."""
     num_hits, delay = 0, 0.1
     with inside.steps() as steps:
-        for _ in range(20 * NUM):
+        for _ in range(30 * NUM_HITS):
             steps.clear()
             clients.connect(IN_VIEW)
             inside.wait_until(lambda: len(steps) > 0)
@@ -244,9 +256,9 @@ def test_while_they_are_decoded(clients: Clients, inside: Inside) -> None:
             last = steps[1]
             num_hits += last.end_time - last.decode_time < left_at < last.end_time
             delay = last.denoise_time + last.decode_time / 2
-            if num_hits == NUM:
+            if num_hits == NUM_HITS:
                 break
-    assert num_hits == NUM
+    assert num_hits == NUM_HITS
 
 
 def test_while_answers_are_sent(clients: Clients, inside: Inside) -> None:
