@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import openai
 from openai.types.image_generate_params import ImageGenerateParamsNonStreaming
 from PIL import Image
 
+from vllm_omni.entrypoints.openai.encoding import PARAMETERS
 from vllm_omni.entrypoints.openai.protocol import ImagesResponse
 
 Pixels = np.ndarray[Any, Any]
@@ -28,6 +30,12 @@ def open_picture(data: bytes | str | None) -> Image.Image:
 def read_pixels(data: bytes | str | None) -> Pixels:
     """[H, W, channels] from 0 to 255."""
     return np.asarray(open_picture(data)).astype(int)
+
+
+def read_parameters(png: bytes) -> dict[str, Any]:
+    """The body that makes a picture again, from its PNG."""
+    parameters: dict[str, Any] = json.loads(open_picture(png).info[PARAMETERS])
+    return parameters
 
 
 def get_difference(a: Pixels, b: Pixels) -> int:

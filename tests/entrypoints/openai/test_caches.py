@@ -9,10 +9,9 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.pictures import read_pixels
+from tests.pictures import read_parameters, read_pixels
 from tests.serving import ServerProcess
 from vllm_omni.entrypoints.openai.config import ServerConfig
-from vllm_omni.entrypoints.openai.encoding import read_parameters
 from vllm_omni.errors import ConfigError
 from vllm_omni.step_cache import StepCacheParams
 

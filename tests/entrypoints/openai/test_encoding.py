@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import time
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.pictures import open_picture, read_pixels
-from vllm_omni.entrypoints.openai.encoding import ImageEncoder, read_parameters, write_image
+from tests.pictures import open_picture, read_parameters, read_pixels
+from vllm_omni.entrypoints.openai.encoding import ImageEncoder, write_image
 from vllm_omni.entrypoints.openai.protocol import OutputFormat
 
 
@@ -48,20 +46,16 @@ def test_previews_are_scaled_to_the_size_of_the_picture() -> None:
 
 def test_the_event_loop_goes_on_while_pictures_are_written() -> None:
     image = make_noise(1024)
-    start = time.perf_counter()
-    image.save(io.BytesIO(), "PNG")
-    alone = time.perf_counter() - start
 
-    async def watch() -> float:
-        """The longest time for which the loop did nothing else."""
+    async def watch() -> int:
+        """How often the loop got round meanwhile."""
         encoder = ImageEncoder()
         writing = asyncio.gather(*(encoder.encode(image, "png") for _ in range(4)))
-        longest, last = 0.0, time.perf_counter()
+        num_turns = 0
         while not writing.done():
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            longest, last = max(longest, now - last), now
+            num_turns += 1
         encoder.shutdown()
-        return longest
+        return num_turns
 
-    assert asyncio.run(watch()) < alone
+    assert asyncio.run(watch()) > 20  # and not once for each of them

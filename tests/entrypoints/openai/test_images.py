@@ -18,9 +18,15 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from tests.drawing import Case, draw_stock
-from tests.pictures import draw, get_color, get_difference, open_picture, read_pixels
+from tests.pictures import (
+    draw,
+    get_color,
+    get_difference,
+    open_picture,
+    read_parameters,
+    read_pixels,
+)
 from tests.serving import ServerProcess
-from vllm_omni.entrypoints.openai.encoding import read_parameters
 from vllm_omni.models.demo import find_model
 from vllm_omni.models.progress import progress_bars_off
 from vllm_omni.models.qwen_image.prompt import TEXT_TO_IMAGE

@@ -38,7 +38,6 @@ OPEN_PATHS = ("/health/live", "/health/ready")  # probes of a load balancer have
 LARGE_BODIES = ("/v1/chat/completions", "/v1/images/edits", "/ui/")  # pictures may be in them
 MAX_SMALL_BODY = 2**20  # bytes, of all others: what is no picture is parsed in the event loop
 
-_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 _SAFETY = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "SAMEORIGIN"}
@@ -217,7 +216,7 @@ class AccessMiddleware:
         status = answer.status or CLIENT_CLOSED_REQUEST
         method = scope["method"]
         if self.observe is not None:
-            self.observe(method if method in _METHODS else "other", route, status, seconds)
+            self.observe(method, route, status, seconds)
         fields: dict[str, object] = {"seconds": round(seconds, 4), "bytes": answer.num_bytes}
         if (own_id := Headers(scope=scope).get(REQUEST_ID)) is not None:
             fields["client_request_id"] = own_id[:MAX_LOGGED]

@@ -80,9 +80,9 @@ def make_router(images: ImageService, retries: Retries) -> APIRouter:
     return router
 
 
-def to_response(answer: BaseModel, status: int = 200) -> Response:
+def to_response(answer: BaseModel) -> Response:
     """An answer that may have megabytes: FastAPI's own way would go over them several times."""
-    return Response(answer.model_dump_json(), status, media_type="application/json")
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 async def to_events(images: ImageService, task: ImageTask) -> AsyncGenerator[str, None]:

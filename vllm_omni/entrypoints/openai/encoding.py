@@ -77,13 +77,6 @@ def write_image(
     return file.getvalue()
 
 
-def read_parameters(png: bytes) -> dict[str, Any]:
-    """The body that makes a picture again, from its PNG."""
-    with Image.open(io.BytesIO(png)) as image:
-        parameters: dict[str, Any] = json.loads(image.info[PARAMETERS])
-    return parameters
-
-
 def _make_info(parameters: Mapping[str, Any] | None) -> PngInfo:
     info = PngInfo()
     info.add_text("Software", f"vLLM-omni {vllm_omni.__version__}")
