@@ -22,7 +22,8 @@ from vllm_omni.errors import EngineDeadError, ModelLoadError
 from vllm_omni.processes import end_with_parent, show_stacks_when_asked
 
 CONTEXT = multiprocessing.get_context("fork")  # starts in no time
-CONFIG = OmniConfig(max_restarts=3, hang_timeout=1.0, step_timeout=4.0, start_timeout=30.0)
+CONFIG = OmniConfig(max_restarts=3)
+QUICK = OmniConfig(max_restarts=3, hang_timeout=1.0, step_timeout=4.0)  # to see a hang
 
 Main = Callable[["Ready", BlackBox], None]
 
@@ -159,7 +160,7 @@ def test_a_killed_process_is_noticed_at_once_and_started_again(
         start = time.monotonic()
         os.kill(watcher.pid, signal.SIGKILL)
         watcher.wait_for_death(number)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < CONFIG.hang_timeout / 2  # by its exit, not its silence
     watcher.wait(lambda: watcher.num_started == 3)
     assert [death.cause for death in watcher.deaths] == ["killed by somebody (SIGKILL)"] * 2
     assert all(death.is_external for death in watcher.deaths)
@@ -187,7 +188,7 @@ def test_it_gives_up_with_the_cause(watch: Callable[..., Watcher]) -> None:
 
 
 def test_deaths_long_ago_do_not_count(watch: Callable[..., Watcher]) -> None:
-    watcher = watch(beat, OmniConfig(max_restarts=1, restart_window=0.01))
+    watcher = watch(beat, OmniConfig(max_restarts=1, restart_window=1e-6))
     watcher.supervisor.wait_until_ready()
     for number in (1, 2, 3):
         watcher.wait_for_start(number)
@@ -237,7 +238,7 @@ def test_one_that_is_stopped_while_it_starts_is_killed(
             os.kill(os.getpid(), signal.SIGSTOP)
         beat(ready, black_box)
 
-    watcher = watch(stop_once)
+    watcher = watch(stop_once, QUICK)
     watcher.supervisor.wait_until_ready()
     assert len(watcher.deaths) == 1
 
@@ -294,11 +295,10 @@ def test_a_hang_is_noticed_and_shown(
     seconds: float,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    watcher = watch(main)
-    watcher.supervisor.wait_until_ready()
     start = time.monotonic()
+    watcher = watch(main, QUICK)
     watcher.wait(lambda: bool(watcher.deaths))
-    assert seconds - 0.5 < time.monotonic() - start < seconds + 8
+    assert seconds < time.monotonic() - start < seconds + 10
     death = watcher.deaths[0]
     assert death.cause.startswith(cause) and not death.is_external
     assert death.request_ids == request_ids
@@ -306,12 +306,44 @@ def test_a_hang_is_noticed_and_shown(
 
 
 def test_a_stopped_process_is_nobodys_fault(watch: Callable[..., Watcher]) -> None:
-    watcher = watch(beat)
+    watcher = watch(beat, QUICK)
     watcher.supervisor.wait_until_ready()
     os.kill(watcher.pid, signal.SIGSTOP)
     watcher.wait(lambda: bool(watcher.deaths))
     assert watcher.deaths[0].is_external and "stopped" in watcher.deaths[0].cause
     watcher.wait(lambda: watcher.num_started == 2)
+
+
+def _beat_with_parent(ready: Ready, black_box: BlackBox) -> None:
+    end_with_parent()
+    beat(ready, black_box)
+
+
+def _supervise(connection: Connection) -> None:
+    watcher = Watcher(_beat_with_parent, OmniConfig(hang_timeout=2.0), waits_for_release=False)
+    watcher.supervisor.wait_until_ready()
+    connection.send_bytes(str(watcher.pid).encode())
+    time.sleep(1000)
+
+
+def test_a_supervisor_that_was_stopped_too_takes_nobody_for_dead() -> None:
+    """Ctrl-Z, or a container that is paused, stops all processes at once."""
+    ours, theirs = CONTEXT.Pipe(duplex=False)
+    supervising = CONTEXT.Process(target=_supervise, args=(theirs,))
+    supervising.start()
+    try:
+        watched = psutil.Process(int(ours.recv_bytes()))
+        processes = [psutil.Process(supervising.pid), watched]
+        for process in processes:
+            process.suspend()
+        time.sleep(2.5)  # longer than anybody may be silent
+        for process in processes:
+            process.resume()
+            time.sleep(0.4)  # the supervisor looks first
+        assert watched.is_running()
+    finally:
+        supervising.kill()
+        supervising.join()
 
 
 def _sleep() -> None:
@@ -325,7 +357,7 @@ def _beat_with_child(ready: Ready, black_box: BlackBox) -> None:
 
 
 def test_a_stopped_child_of_a_process_that_idles_is_noticed(watch: Callable[..., Watcher]) -> None:
-    watcher = watch(_beat_with_child)
+    watcher = watch(_beat_with_child, QUICK)
     watcher.supervisor.wait_until_ready()
     [child] = psutil.Process(watcher.pid).children()
     child.suspend()
@@ -354,7 +386,7 @@ def test_a_slow_step_that_computes_is_left_alone(watch: Callable[..., Watcher]) 
             black_box.beat()
             time.sleep(0.05)
 
-    watcher = watch(compute)
+    watcher = watch(compute, QUICK)
     watcher.supervisor.wait_until_ready()
     time.sleep(3)
     assert watcher.deaths == [] and watcher.supervisor.seconds_since_beat is not None

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _PERIOD = 0.2  # seconds between looks at a process that is there
 _LOOK_PERIOD = 1.0  # and between closer ones, which take longer
-_BACK_OFF = 0.1  # seconds before the second start in a row, doubled for each one more
+_BACK_OFF = 0.2  # seconds before the second start in a row, doubled for each one more
 _MAX_BACK_OFF = 10.0
 _IDLE_CPU = 0.02  # of one processor: whoever uses less waits for something
 _LAST_WORD = 0.3  # seconds to learn that the end of a start was the end of everything
@@ -106,12 +106,14 @@ class Supervisor(Generic[ProcessT]):
         self._on_death, self._on_failed = on_death, on_failed
         self._error: EngineError | None = None  # why it has never come up
         self._deaths: deque[float] = deque()  # when; within the window
-        self._num_in_a_row = 0  # of them, without an answer in between
+        self._back_off = 0.0  # seconds before the next start
         self._verdict = ""  # of somebody else: the process is to be killed for it
         self._stop = threading.Event()
         self._is_settled = threading.Event()  # up for the first time, or never
         self._last_beat: tuple[int, float] = (0, time.monotonic())
         self._idle: tuple[int, float, float] | None = None  # step, since when, processor time then
+        self._looked_at = 0.0
+        self._awake_since = 0.0  # this process: if it was stopped, so was the other, perhaps
         self._next_look = 0.0
         self._next_stop_look = 0.0
         self._was_stopped = False
@@ -138,7 +140,7 @@ class Supervisor(Generic[ProcessT]):
 
     def note_answer(self) -> None:
         """The process has done what it is there for: when it dies, it is started at once."""
-        self._num_in_a_row = 0
+        self._back_off = 0.0
 
     def condemn(self, cause: str) -> None:
         """Have the process killed: it does not say what it should."""
@@ -221,9 +223,8 @@ class Supervisor(Generic[ProcessT]):
                 f"at last of this: {death.cause}"
             )
             return
-        if self._num_in_a_row > 0:
-            self._stop.wait(min(_BACK_OFF * 2**self._num_in_a_row, _MAX_BACK_OFF))
-        self._num_in_a_row += 1
+        self._stop.wait(self._back_off)
+        self._back_off = min(max(2 * self._back_off, _BACK_OFF), _MAX_BACK_OFF)
 
     def _give_up(self, cause: str) -> None:
         error = EngineDeadError(f"{self.name} is given up: {cause}")
@@ -247,16 +248,19 @@ class Supervisor(Generic[ProcessT]):
 
     def _find_hang(self, process: ProcessT) -> str | None:
         now, reading = time.monotonic(), process.black_box.read()
+        config = self.config
+        if now - self._looked_at >= config.hang_timeout / 2:
+            self._awake_since, self._idle, self._was_stopped = now, None, False
+        self._looked_at = now
         if reading.num_beats != self._last_beat[0]:
             self._last_beat = (reading.num_beats, now)
-        config = self.config
-        if (silence := now - self._last_beat[1]) >= config.hang_timeout:
+        if (silence := now - max(self._last_beat[1], self._awake_since)) >= config.hang_timeout:
             return f"no sign of life for {silence:.1f} s"
         if self._stays_stopped(process, now):
             return "one of its processes does not run"
         if reading.busy_since is None:
             return None
-        busy = now - reading.busy_since
+        busy = now - max(reading.busy_since, self._awake_since)
         if busy >= config.step_timeout:
             return f"one step takes longer than step_timeout={config.step_timeout:g} s"
         if self._is_waiting(process, reading.num_steps, busy, now):
