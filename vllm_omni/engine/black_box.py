@@ -16,6 +16,7 @@ from multiprocessing.context import BaseContext
 
 _SIZE = 1 << 16
 _HEADER = struct.Struct("=QQdI")  # beats, steps, busy since, bytes of ids
+_BEATS, _STEPS, _BUSY_SINCE, _NUM_BYTES = 0, 8, 16, 24  # where each begins
 _TOO_LONG = 2**32 - 1  # instead of the bytes of ids
 
 
@@ -47,26 +48,26 @@ class BlackBox:
 
     def beat(self) -> None:
         """Say that the interpreter runs."""
-        struct.pack_into("=Q", self._memory, 0, self.read().num_beats + 1)
+        struct.pack_into("=Q", self._memory, _BEATS, self.read().num_beats + 1)
 
     @contextmanager
     def work(self, request_ids: Iterable[str] = ()) -> Iterator[None]:
         """Around all that must come to an end; if it does not, named requests are to blame."""
         self.name_requests(request_ids)
-        struct.pack_into("=d", self._memory, 16, time.monotonic())
+        struct.pack_into("=d", self._memory, _BUSY_SINCE, time.monotonic())
         yield  # not in a finally: an error in here ends the process, and the box shows where
-        struct.pack_into("=d", self._memory, 16, 0.0)
-        (num_steps,) = struct.unpack_from("=Q", self._memory, 8)
-        struct.pack_into("=Q", self._memory, 8, num_steps + 1)
+        struct.pack_into("=d", self._memory, _BUSY_SINCE, 0.0)
+        (num_steps,) = struct.unpack_from("=Q", self._memory, _STEPS)
+        struct.pack_into("=Q", self._memory, _STEPS, num_steps + 1)
 
     def name_requests(self, request_ids: Iterable[str]) -> None:
         """Say which requests are in the step."""
         data = "\0".join(request_ids).encode()
         if len(data) > _SIZE - _HEADER.size:
-            struct.pack_into("=I", self._memory, 24, _TOO_LONG)
+            struct.pack_into("=I", self._memory, _NUM_BYTES, _TOO_LONG)
             return
         self._ids[: len(data)] = data
-        struct.pack_into("=I", self._memory, 24, len(data))
+        struct.pack_into("=I", self._memory, _NUM_BYTES, len(data))
 
     # --- its supervisor ---
 

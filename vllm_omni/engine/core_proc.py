@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -227,7 +228,7 @@ class ARCoreProc(WatchedCoreProc):
 
     def get_scheduled_ids(self) -> list[str]:
         # vLLM picks within the step; beyond what runs, only the first that wait can be picked.
-        waiting = list(self.scheduler.waiting)[: self.vllm_config.scheduler_config.max_num_seqs]
+        waiting = islice(self.scheduler.waiting, self.vllm_config.scheduler_config.max_num_seqs)
         return [request.request_id for request in (*self.scheduler.running, *waiting)]
 
 
