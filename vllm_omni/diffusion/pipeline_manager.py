@@ -184,7 +184,7 @@ def select_device(device: str, rank: int = 0) -> torch.device:
     if device == "auto":
         device = "cuda" if has_cuda else "cpu"
     if device.startswith("cuda") and not has_cuda:
-        raise EngineError(f"device={device!r} is not there: torch sees no CUDA device")
+        raise EngineError(f"device={device!r} is not there: torch sees no GPU; take cpu or auto")
     if device != "cuda":
         return torch.device(device)
     if rank >= torch.cuda.device_count():

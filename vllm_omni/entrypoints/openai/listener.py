@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import resource
 import socket
@@ -26,6 +27,8 @@ def open_socket(config: ServerConfig) -> socket.socket:
     except (OSError, UnicodeError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            reason += "; --port takes another, and 0 a free one"
         raise EngineError(f"cannot listen on {config.host}:{config.port}: {reason}") from error
     except ConfigError:
         listener.close()
