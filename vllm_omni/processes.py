@@ -8,8 +8,10 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import psutil
 
@@ -28,6 +30,23 @@ def end_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def run_child(parent_pid: int | None, function: str, *args: Any) -> None:
+    """What a spawned process runs: it ends with its parent before it has imported anything large.
+
+    A function of its own, because a spawned process imports the module of its target first of all.
+
+    Args:
+        parent_pid: None: it need not end with it.
+        function: to call, as "module:function".
+    """
+    if parent_pid is not None:
+        end_with_parent()
+        if os.getppid() != parent_pid:  # it died before the kernel was told
+            os._exit(1)
+    module, _, name = function.partition(":")
+    getattr(import_module(module), name)(*args)
 
 
 def watch_parent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ import msgspec
 
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.messages import DiffusionModelRunnerOutput, DiffusionSchedulerOutput
-from vllm_omni.diffusion.worker import WorkerCall, WorkerReply, make_worker, run_worker
+from vllm_omni.diffusion.worker import WorkerCall, WorkerReply, make_worker
 from vllm_omni.errors import (
     EngineDeadError,
     EngineError,
@@ -26,9 +27,12 @@ from vllm_omni.errors import (
     WorkerDeadError,
 )
 from vllm_omni.outputs import RequestError
+from vllm_omni.processes import run_child
 from vllm_omni.serial import MessageDecoder, encode
 
 logger = logging.getLogger(__name__)
+
+_RUN_WORKER = "vllm_omni.diffusion.worker:run_worker"
 
 
 class DiffusionExecutor(ABC):
@@ -137,11 +141,12 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
         self.workers: list[WorkerHandle] = []
         # The kernel takes the end of the thread that starts a process for that of its parent.
         is_main_thread = threading.current_thread() is threading.main_thread()
+        parent_pid = os.getpid() if is_main_thread else None
         for rank in range(config.worker_processes):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=run_worker,
-                args=(theirs, config, rank, config.worker_processes, is_main_thread),
+                target=run_child,
+                args=(parent_pid, _RUN_WORKER, theirs, config, rank, config.worker_processes),
                 daemon=True,
             )
             process.start()

@@ -30,7 +30,7 @@ from vllm_omni.errors import EngineError
 from vllm_omni.importing import fast_imports
 from vllm_omni.models.interface import RunnerAdapter
 from vllm_omni.models.registry import get_model_spec, load_class
-from vllm_omni.processes import end_with_parent, show_stacks_when_asked
+from vllm_omni.processes import show_stacks_when_asked
 from vllm_omni.serial import MessageDecoder, encode
 
 logger = logging.getLogger(__name__)
@@ -153,16 +153,8 @@ class WorkerReply(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
-def run_worker(
-    connection: Connection,
-    config: DiTConfig,
-    rank: int,
-    num_workers: int,
-    is_child_of_main_thread: bool = False,
-) -> None:
+def run_worker(connection: Connection, config: DiTConfig, rank: int, num_workers: int) -> None:
     """The main function of a worker process. Ends when the executor's end of the pipe closes."""
-    if is_child_of_main_thread:
-        end_with_parent()
     show_stacks_when_asked()
     setproctitle.setproctitle(f"vllm-omni diffusion:{config.stage_id} worker {rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -174,7 +166,9 @@ def run_worker(
         with fast_imports():
             worker = make_worker(config, rank)
     except Exception as error:
-        logger.exception("worker %d cannot start", rank)
+        # What we raise on purpose says it all; the executor tells it.
+        level = logging.DEBUG if isinstance(error, EngineError) else logging.ERROR
+        logger.log(level, "worker %d cannot start", rank, exc_info=True)
         connection.send_bytes(encode(WorkerReply(error=f"{type(error).__name__}: {error}")))
         return
     connection.send_bytes(encode(WorkerReply()))
