@@ -37,7 +37,7 @@ time.sleep(600)
 def test_a_spawned_child_ends_with_a_killed_parent(tmp_path: Path, is_importing: bool) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "parent.py").write_text(PARENT)
-    command = [sys.executable, tmp_path / "parent.py"]
+    command = [sys.executable, str(tmp_path / "parent.py")]
     deadline = time.monotonic() + 120
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as parent:
         assert parent.stdout is not None
