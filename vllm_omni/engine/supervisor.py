@@ -42,7 +42,7 @@ _LOOK_PERIOD = 1.0  # and between closer ones, which take longer
 _BACK_OFF = 0.2  # seconds before the second start in a row, doubled for each one more
 _MAX_BACK_OFF = 10.0
 _IDLE_CPU = 0.02  # of one processor: whoever uses less waits for something
-_LAST_WORD = 0.3  # seconds to learn that the end of a start was the end of everything
+_LAST_WORD = 1.0  # seconds to learn that the end of a start was the end of everything
 _STACKS_TIME = 0.5  # seconds to write the stacks down
 
 State = Literal["starting", "ready", "restarting", "failed"]
