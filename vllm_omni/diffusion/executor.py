@@ -50,7 +50,10 @@ class DiffusionExecutor(ABC):
 
     @abstractmethod
     def wait_until_ready(self) -> None:
-        """Return when all workers have loaded the model; raises `ModelLoadError`."""
+        """Return when all workers have loaded the model.
+
+        Raises `ModelLoadError`, or `WorkerDeadError` if one has ended without a word.
+        """
 
     @abstractmethod
     def execute_model(
@@ -155,14 +158,13 @@ class MultiProcDiffusionExecutor(DiffusionExecutor):
         self._finalizer = weakref.finalize(self, _stop_workers, self.workers)
 
     def wait_until_ready(self) -> None:
-        for worker in self.workers:
-            try:
-                error = worker.receive().error
-            except EngineDeadError as dead:
-                error = str(dead)
-            if error is not None:
-                self.shutdown()
-                raise ModelLoadError(f"diffusion worker {worker.rank} cannot start: {error}")
+        try:
+            for worker in self.workers:
+                if (error := worker.receive().error) is not None:
+                    raise ModelLoadError(f"diffusion worker {worker.rank} cannot start: {error}")
+        except EngineError:
+            self.shutdown()
+            raise
 
     def execute_model(
         self, scheduler_output: DiffusionSchedulerOutput[Any]

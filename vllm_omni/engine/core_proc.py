@@ -339,6 +339,8 @@ def run_core_proc(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's walk over torch's names
             core = core_class(**kwargs)
+    except WorkerDeadError as error:
+        _die_like(error)
     except Exception as error:
         lifeline.send_bytes(describe(error).encode())  # whoever started this process tells it
         logger.debug("cannot start", exc_info=True)
