@@ -17,8 +17,9 @@ from torch import Tensor
 
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.cache_manager import DiTCacheManager
-from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter, QwenImageState
+from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter
 from vllm_omni.models.qwen_image.checkpoint import build_scheduler
+from vllm_omni.models.qwen_image.state import QwenImageState
 
 if TYPE_CHECKING:
     from benchmarks import gpu_report, packed_rows, virtual_load

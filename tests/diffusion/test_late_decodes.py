@@ -33,7 +33,8 @@ from vllm_omni.diffusion.messages import (
 )
 from vllm_omni.diffusion.model_runner import DiffusionModelRunner
 from vllm_omni.models.interface import PendingResult
-from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter, QwenImageState
+from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter
+from vllm_omni.models.qwen_image.state import QwenImageState
 from vllm_omni.outputs import FinishReason
 
 SHORT = Case("a red cat", 64, 96, 2, 4.0, seed=1)

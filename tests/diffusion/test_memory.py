@@ -30,7 +30,8 @@ from vllm_omni.diffusion.isolation import call_isolated, is_out_of_memory
 from vllm_omni.diffusion.memory import MemoryUse, derive_limits
 from vllm_omni.diffusion.messages import DiffusionModelRunnerOutput
 from vllm_omni.diffusion.model_runner import DiffusionModelRunner
-from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter, QwenImageState
+from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter
+from vllm_omni.models.qwen_image.state import QwenImageState
 from vllm_omni.outputs import FinishReason
 
 SMALL = [Case("a red cat", 64, 64, 3, 4.0, seed=seed) for seed in range(5)]
@@ -46,6 +47,7 @@ class ScarceAdapter(QwenImageRunnerAdapter):
         super().__init__(*args)
         self.stepped: list[int] = []  # requests in each step that was tried
         self.decoded: list[int] = []
+        self.decoding.manager.decode = self.decode_scarce
 
     def step(self, states: Sequence[QwenImageState]) -> list[Tensor]:
         self.stepped.append(len(states))
@@ -53,11 +55,11 @@ class ScarceAdapter(QwenImageRunnerAdapter):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         return super().step(states)
 
-    def _decode_vae(self, latents: Tensor) -> Tensor:
+    def decode_scarce(self, latents: Tensor) -> Tensor:
         self.decoded.append(latents.shape[0])
         if latents[:, 0].numel() > self.max_latents:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return super()._decode_vae(latents)
+        return self.decoding.decode_vae(latents)
 
 
 def create_core(

@@ -29,8 +29,9 @@ from vllm_omni.diffusion.engine_core import DiffusionEngineCore
 from vllm_omni.diffusion.executor import UniProcDiffusionExecutor
 from vllm_omni.diffusion.messages import DiffusionRequest, RequestResult
 from vllm_omni.errors import InvalidParameterError
-from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter, QwenImageState
+from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter
 from vllm_omni.models.qwen_image.inputs import QwenImageCustomInputs
+from vllm_omni.models.qwen_image.state import QwenImageState
 from vllm_omni.outputs import EngineCoreOutput, FinishReason
 from vllm_omni.params import OutputMode
 
@@ -235,10 +236,11 @@ class CountingAdapter(QwenImageRunnerAdapter):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.decoded: list[tuple[int, ...]] = []
+        self.decoding.manager.decode = self.decode_counted
 
-    def _decode_vae(self, latents: Tensor) -> Tensor:
+    def decode_counted(self, latents: Tensor) -> Tensor:
         self.decoded.append(tuple(latents.shape))
-        return super()._decode_vae(latents)
+        return self.decoding.decode_vae(latents)
 
 
 def test_previews_of_a_step_share_a_decode_and_others_cost_nothing(

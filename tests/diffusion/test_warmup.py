@@ -16,7 +16,8 @@ from vllm_omni.config import DiTConfig, WarmupSize
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
 from vllm_omni.diffusion.executor import UniProcDiffusionExecutor
 from vllm_omni.errors import ConfigError
-from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter, QwenImageState
+from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter
+from vllm_omni.models.qwen_image.state import QwenImageState
 
 
 def test_named_sizes_are_drawn_before_the_worker_is_ready(

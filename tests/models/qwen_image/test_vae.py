@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from torch import Tensor
 
-from vllm_omni.models.qwen_image.vae import PictureDecoder, decode_images, keep_first_frame_only
+from vllm_omni.models.qwen_image.vae import PictureDecoder
 
 LATENTS_MEAN = [0.3 * channel - 1 for channel in range(8)]
 LATENTS_STD = [0.5 + 0.25 * channel for channel in range(8)]
@@ -35,10 +35,8 @@ def vae() -> AutoencoderKLQwenImage:
 
 
 @pytest.fixture(scope="module")
-def single_frame_vae(vae: AutoencoderKLQwenImage) -> AutoencoderKLQwenImage:
-    single_frame_vae = copy.deepcopy(vae)
-    keep_first_frame_only(single_frame_vae)
-    return single_frame_vae
+def decoder(vae: AutoencoderKLQwenImage) -> PictureDecoder:
+    return PictureDecoder(copy.deepcopy(vae))
 
 
 def create_latents(batch: int, height: int, width: int) -> Tensor:
@@ -59,54 +57,46 @@ def decode_stock(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("height", "width"), [(2, 2), (4, 10), (8, 6), (12, 12)])
 def test_decode_equals_stock(
-    vae: AutoencoderKLQwenImage,
-    single_frame_vae: AutoencoderKLQwenImage,
-    batch: int,
-    height: int,
-    width: int,
+    vae: AutoencoderKLQwenImage, decoder: PictureDecoder, batch: int, height: int, width: int
 ) -> None:
     latents = create_latents(batch, height, width)
     expected = decode_stock(vae, latents)
     assert expected.shape == (batch, 3, 8 * height, 8 * width)
     assert expected.std() > 0.05  # not a picture of nothing
-    for decoder in (vae, single_frame_vae):
-        decoded = decode_images(decoder, latents)
-        torch.testing.assert_close(decoded, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(decoder.decode(latents), expected, atol=1e-5, rtol=0)
 
 
 def test_pixels_are_clamped() -> None:
     vae = create_vae()
     vae.decoder.conv_out.weight *= 10
     latents = create_latents(1, 4, 4)
-    decoded = decode_images(vae, latents)
+    expected = decode_stock(vae, latents)
+    decoded = PictureDecoder(vae).decode(latents)
     assert (decoded.min().item(), decoded.max().item()) == (-1.0, 1.0)
-    torch.testing.assert_close(decoded, decode_stock(vae, latents), atol=1e-4, rtol=0)
+    torch.testing.assert_close(decoded, expected, atol=1e-4, rtol=0)
 
 
-def test_picture_does_not_depend_on_its_batch(single_frame_vae: AutoencoderKLQwenImage) -> None:
+def test_picture_does_not_depend_on_its_batch(decoder: PictureDecoder) -> None:
     latents = create_latents(4, 6, 4)
-    together = decode_images(single_frame_vae, latents)
-    alone = torch.cat([decode_images(single_frame_vae, one) for one in latents.split(1)])
+    together = decoder.decode(latents)
+    alone = torch.cat([decoder.decode(one) for one in latents.split(1)])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
 
-def test_only_the_decoder_changes(
-    vae: AutoencoderKLQwenImage, single_frame_vae: AutoencoderKLQwenImage
-) -> None:
-    assert not any(
-        isinstance(module, QwenImageCausalConv3d) for module in single_frame_vae.decoder.modules()
-    )
+def test_only_the_decoder_changes(vae: AutoencoderKLQwenImage, decoder: PictureDecoder) -> None:
+    modules = decoder.vae.decoder.modules()
+    assert not any(isinstance(module, QwenImageCausalConv3d) for module in modules)
     video = torch.rand(1, 3, 5, 16, 16, generator=torch.Generator().manual_seed(0))
     assert torch.equal(
-        single_frame_vae.encode(video).latent_dist.mean, vae.encode(video).latent_dist.mean
+        decoder.vae.encode(video).latent_dist.mean, vae.encode(video).latent_dist.mean
     )
 
 
 def test_weights_are_copied_not_shared(
-    vae: AutoencoderKLQwenImage, single_frame_vae: AutoencoderKLQwenImage
+    vae: AutoencoderKLQwenImage, decoder: PictureDecoder
 ) -> None:
     """The 3-D weights must be free to go: two thirds of them are never used."""
-    weight = single_frame_vae.decoder.conv_in.weight
+    weight = decoder.vae.decoder.conv_in.weight
     assert weight.untyped_storage().nbytes() == weight.nbytes
     assert torch.equal(weight, vae.decoder.conv_in.weight[:, :, -1])
 
@@ -115,8 +105,7 @@ def test_bfloat16_latents_and_weights() -> None:
     vae = create_vae(torch.bfloat16)
     latents = create_latents(2, 4, 6)
     expected = decode_stock(vae, latents).float()
-    keep_first_frame_only(vae)
-    decoded = decode_images(vae, latents)
+    decoded = PictureDecoder(vae).decode(latents)
     assert decoded.dtype == torch.bfloat16
     torch.testing.assert_close(decoded.float(), expected, atol=0.05, rtol=0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from diffusers import QwenImageTransformer2DModel
@@ -15,17 +15,18 @@ from vllm_omni.cache_dit_params import CacheDiTParams
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.block_manager import DiffusionBlockManager
 from vllm_omni.diffusion.cache_manager import DiTCacheManager
-from vllm_omni.diffusion.decode_manager import ParallelDecodeManager, PendingPicture
 from vllm_omni.diffusion.external_cache import ExternalCache, make_external_cache
 from vllm_omni.diffusion.messages import RequestResult
 from vllm_omni.diffusion.model_clock import ModelClock
 from vllm_omni.diffusion.pipeline_manager import PipelineManager
-from vllm_omni.diffusion.sampling import estimate_final, euler_step
-from vllm_omni.diffusion.step_cache import PackedStepCache, RowCache, make_row_caches
+from vllm_omni.diffusion.sampling import euler_step
+from vllm_omni.diffusion.step_cache import PackedStepCache, make_row_caches
 from vllm_omni.errors import InvalidParameterError
+from vllm_omni.models.interface import PendingResult
+from vllm_omni.models.qwen_image.decoding import QwenImageDecoding
 from vllm_omni.models.qwen_image.fast_transformer import FastTransformer
 from vllm_omni.models.qwen_image.inputs import TASK_TEXT_ENCODING, QwenImageCustomInputs
-from vllm_omni.models.qwen_image.pending_image import PendingImage
+from vllm_omni.models.qwen_image.state import QwenImageState, pack_latents
 from vllm_omni.models.qwen_image.transformer import (
     PackPlan,
     RowShape,
@@ -35,83 +36,11 @@ from vllm_omni.models.qwen_image.transformer import (
     packed_forward,
     project_text,
     select_plan,
-    single_row_forward,
 )
-from vllm_omni.models.qwen_image.vae import PictureDecoder
 from vllm_omni.models.qwen_image.weights import quantize_weights
 
 _MAX_PLANS = 32
 _DUMMY_TEXT_TOKENS = 64
-
-
-@dataclass(eq=False)
-class QwenImageState:
-    """One request in a worker. Its tensors belong to the cache manager."""
-
-    inputs: QwenImageCustomInputs
-    latents: Tensor  # [image tokens, channels] float32; hidden states for a text encoding
-    branches: list[Tensor]  # projected text [tokens, D], conditional first, then unconditional
-    sigmas: list[float]  # [steps + 1], float32 values
-    row_caches: list[RowCache] = field(default_factory=list)  # of each branch, if it has any
-    external_cache: ExternalCache | None = None  # if it has one, its rows run by themselves
-    num_blocks: int = 0  # of the transformer
-    num_computed_steps: int = 0
-    row: int = -1
-
-    @property
-    def num_steps(self) -> int:
-        return self.inputs.num_steps
-
-    @property
-    def preview_every(self) -> int:
-        return self.inputs.preview_every
-
-    @property
-    def num_tokens(self) -> int:
-        return self.inputs.num_tokens
-
-    @property
-    def is_guided(self) -> bool:
-        return len(self.branches) == 2
-
-    @property
-    def is_resumable(self) -> bool:
-        return not self.row_caches and self.external_cache is None
-
-    @property
-    def num_cached_rows(self) -> int:
-        has_cache = bool(self.row_caches) or self.external_cache is not None
-        return len(self.branches) if has_cache else 0
-
-    @property
-    def num_skipped_blocks(self) -> int:
-        of_rows = sum(cache.num_skipped for cache in self.row_caches) * (self.num_blocks - 1)
-        return of_rows + (self.external_cache.num_skipped_blocks if self.external_cache else 0)
-
-    @property
-    def num_skipped_rows(self) -> int:
-        of_rows = sum(cache.num_skipped for cache in self.row_caches)
-        return of_rows + (self.external_cache.num_skipped if self.external_cache else 0)
-
-    def advance(self, latents: Tensor) -> None:
-        self.latents.copy_(latents)
-        self.num_computed_steps += 1
-        for cache in self.row_caches:
-            cache.commit()
-        if self.external_cache is not None:
-            self.external_cache.commit()
-
-    def predict_alone(self, latents: Tensor, timestep: Tensor) -> list[Tensor]:
-        """Velocity [tokens, channels] of each branch, by a forward of its own."""
-        assert self.external_cache is not None
-        with self.external_cache.take_step() as module:
-            return [
-                single_row_forward(module, self.row_shape(branch), latents, text, timestep)
-                for branch, text in enumerate(self.branches)
-            ]
-
-    def row_shape(self, branch: int) -> RowShape:
-        return RowShape(((1, *self.inputs.grid),), self.branches[branch].shape[0])
 
 
 Row = tuple[QwenImageState, int]
@@ -154,11 +83,8 @@ class QwenImageRunnerAdapter:
         self.cache_manager = cache_manager
         self.config = config
         self.block_manager = DiffusionBlockManager(pipeline.scheduler_config)
-        self.decode_manager = ParallelDecodeManager(
-            self._decode_vae, config.decode_batch_size, pipeline.device
-        )
         self._clock = ModelClock(pipeline.device)
-        self._decoder: PictureDecoder | None = None
+        self.decoding = QwenImageDecoding(pipeline, config, self._clock)
         self._plans: OrderedDict[tuple[RowShape, ...], PackPlan] = OrderedDict()
         self._batch: PackedBatch | None = None
         self._transformer: QwenImageTransformer2DModel | None = None
@@ -194,8 +120,9 @@ class QwenImageRunnerAdapter:
 
     def sleep(self) -> None:
         """Keep nothing on the device that can be made again: weights are about to leave it."""
-        self._transformer = self._fast = self._batch = self._decoder = None
+        self._transformer = self._fast = self._batch = None
         self._plans.clear()
+        self.decoding.sleep()
 
     @property
     def model_time(self) -> float:
@@ -438,46 +365,21 @@ class QwenImageRunnerAdapter:
     # --- decode ---
 
     def preview(self, states: Sequence[QwenImageState], stepped: Sequence[Tensor]) -> list[Tensor]:
-        estimates = []
-        for state, after in zip(states, stepped, strict=True):
-            step = state.num_computed_steps
-            estimate = estimate_final(
-                state.latents, after, state.sigmas[step], state.sigmas[step + 1]
-            )
-            estimates.append(unpack_latents(estimate, *state.inputs.grid))
-        return self.decode_manager.batch_decode_previews(estimates)
+        return self.decoding.preview(states, stepped)
 
     def decode(self, states: Sequence[QwenImageState]) -> list[RequestResult]:
         return [image.wait() for image in self.start_decode(states)]
 
-    def start_decode(self, states: Sequence[QwenImageState]) -> list[PendingImage]:
-        with_pixels = [
-            state
-            for state in states
-            if state.inputs.task != TASK_TEXT_ENCODING and state.inputs.output_mode.has_pixels
-        ]
-        pictures = self.decode_manager.start_decode(
-            [unpack_latents(state.latents, *state.inputs.grid) for state in with_pixels]
-        )
-        picture_of = dict(zip(with_pixels, pictures, strict=True))
-        return [self._pending_image(state, picture_of.get(state)) for state in states]
+    def start_decode(self, states: Sequence[QwenImageState]) -> Sequence[PendingResult]:
+        return self.decoding.start(states)
 
     def warm_up_decode(self, states: Sequence[QwenImageState]) -> None:
-        """Compile what decodes of these requests need, together and alone."""
-        latents = [unpack_latents(state.latents, *state.inputs.grid) for state in states]
-        for batch in (latents[: self.decode_manager.max_batch], latents[:1]):
-            self._get_decoder().warm_up(torch.stack(batch))
-
-    def _pending_image(self, state: QwenImageState, picture: PendingPicture | None) -> PendingImage:
-        # The buffer behind `state.latents` is given back with the request: copy what leaves.
-        inputs = state.inputs
-        leaves = picture is None or inputs.output_mode.has_latents
-        latents = state.latents.to("cpu", copy=True) if leaves else None
-        mask = self._mask(inputs) if picture is not None and inputs.output_mode.has_mask else None
-        return PendingImage(picture, latents, mask)
+        self.decoding.warm_up(states)
 
     def limit_decode(self, max_latents: int) -> None:
-        self.decode_manager.max_latents = max_latents
+        self.decoding.manager.max_latents = max_latents
+
+    # --- dummies ---
 
     def make_dummy_inputs(self, width: int, height: int) -> QwenImageCustomInputs:
         embeds = torch.zeros(
@@ -491,42 +393,6 @@ class QwenImageRunnerAdapter:
             num_inference_steps=2,
         )
 
-    def _mask(self, inputs: QwenImageCustomInputs) -> Tensor:
-        if inputs.mask is None:
-            return torch.full((inputs.height, inputs.width), 255, dtype=torch.uint8)
-        if inputs.mask.shape != (inputs.height, inputs.width):
-            raise InvalidParameterError(
-                "mask", list(inputs.mask.shape), f"[{inputs.height}, {inputs.width}]"
-            )
-        return inputs.mask.to("cpu", torch.uint8)
-
-    def _decode_vae(self, latents: Tensor) -> Tensor:
-        if latents.device.type == "cuda":
-            return self._get_decoder().decode(latents)
-        with self._clock.running():
-            return self._get_decoder().decode(latents)
-
-    def _get_decoder(self) -> PictureDecoder:
-        if self._decoder is None or self._decoder.vae is not self.pipeline.vae:  # newly loaded
-            is_compiled = self.pipeline.device.type == "cuda" and not self.config.enforce_eager
-            self._decoder = PictureDecoder(
-                self.pipeline.vae, self.config.vae_tile_size, "inductor" if is_compiled else ""
-            )
-        return self._decoder
-
 
 def _shapes_of(rows: Sequence[Row]) -> tuple[RowShape, ...]:
     return tuple(state.row_shape(branch) for state, branch in rows)
-
-
-def pack_latents(latents: Tensor) -> Tensor:
-    """[channels, 2h, 2w] to tokens [h * w, channels * 4]: each 2x2 patch is a token."""
-    channels, height, width = latents.shape
-    patches = latents.view(channels, height // 2, 2, width // 2, 2)
-    return patches.permute(1, 3, 0, 2, 4).reshape(-1, channels * 4)
-
-
-def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Tokens [h * w, channels * 4] to [channels, 1, 2h, 2w], as the VAE takes them."""
-    patches = tokens.view(height, width, -1, 2, 2)
-    return patches.permute(2, 0, 3, 1, 4).reshape(-1, 1, 2 * height, 2 * width)

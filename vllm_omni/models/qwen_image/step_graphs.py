@@ -79,10 +79,6 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def clear(self) -> None:
-        """Give all graphs back, with their memory."""
-        self._graphs.clear()
-
     def run(
         self,
         name: str,

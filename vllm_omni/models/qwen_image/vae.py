@@ -3,9 +3,6 @@
 The VAE's convolutions are causal in time: a picture is a video of one frame, which the stock
 decoder pads with two frames of zeros before every 3-D convolution. Two thirds of the work then
 multiplies zeros. Here each such convolution is replaced by the 2-D one that is left of it.
-
-`decode_images` is the plain way; `PictureDecoder` is what a worker uses: the same, in tiles if they
-are asked for, with the layout and the compiled code that a GPU gains from.
 """
 
 from __future__ import annotations
@@ -50,11 +47,6 @@ def keep_first_frame_only(vae: AutoencoderKLQwenImage) -> None:
             is_decoder_conv = module is not vae or name == "post_quant_conv"
             if is_decoder_conv and isinstance(child, QwenImageCausalConv3d):
                 setattr(module, name, SingleFrameConv(child))
-
-
-def decode_images(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
-    """Normalised latents [batch, channels, 1, h, w] to pictures [batch, 3, H, W] from -1 to 1."""
-    return _decode(vae, _denormalise(vae, latents)).clamp(-1.0, 1.0)
 
 
 def _denormalise(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
