@@ -1,11 +1,14 @@
 """Attention per segment equals full attention under a block-diagonal mask."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vllm_omni.layers import attention
 from vllm_omni.layers.attention import (
     LONG_SEGMENT,
     Segments,
@@ -108,8 +111,17 @@ def test_by_segment_and_together_are_the_same(segment_lens: list[int]) -> None:
 def test_a_cpu_has_no_varlen_kernel() -> None:
     assert find_varlen_kernel("cpu", torch.bfloat16) is None
     assert find_varlen_kernel("cuda", torch.float32) is None  # and no GPU has one for float32
-    assert find_vllm_kernel("cpu") is None
+    assert find_vllm_kernel("cpu", torch.bfloat16) is None
     assert not can_attend_together(torch.device("cpu"), torch.bfloat16)
+
+
+def test_vllms_kernel_is_taken_for_the_dtypes_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = SimpleNamespace(flash_attn_varlen_func=lambda *_: pytest.fail("it is not called"))
+    monkeypatch.setattr(attention, "find_spec", lambda _: flash)
+    monkeypatch.setattr(attention, "import_module", lambda _: flash)
+    find = find_vllm_kernel.__wrapped__  # not from the cache, and not into it
+    assert find("cuda", torch.bfloat16) is not None
+    assert find("cuda", torch.float32) is None
 
 
 @pytest.mark.gpu

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+
 LONG_SEGMENT = 1024  # tokens from which a cuDNN call of its own beats its share of a varlen call
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
@@ -72,12 +74,13 @@ def attend_by_segment(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments
 ) -> list[Tensor]:
     """The attention of each segment [its tokens, heads, head_dim]."""
-    varlen = find_varlen_kernel(query.device.type, query.dtype)
-    num_alone = segments.num_long if varlen is not None else len(segments.lens)
-    if (flash := find_vllm_kernel(query.device.type)) is not None:
+    kind = query.device.type, query.dtype
+    if (flash := find_vllm_kernel(*kind)) is not None:
         return list(
             flash(query, key, value, segments.starts, segments.max_len).split(segments.lens)
         )
+    varlen = find_varlen_kernel(*kind)
+    num_alone = segments.num_long if varlen is not None else len(segments.lens)
     by_segment = [tensor.split(segments.lens)[:num_alone] for tensor in (query, key, value)]
     attended = [_attend(q, k, v) for q, k, v in zip(*by_segment, strict=True)]
     if varlen is not None and (short := segments.lens[num_alone:]):
@@ -91,9 +94,8 @@ def attend_by_segment(
 
 def attend_together(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
     """All segments in one call that reads their starts on the device: it can be captured."""
-    varlen = find_vllm_kernel(query.device.type) or find_varlen_kernel(
-        query.device.type, query.dtype
-    )
+    kind = query.device.type, query.dtype
+    varlen = find_vllm_kernel(*kind) or find_varlen_kernel(*kind)
     if varlen is None:
         return segment_attention(query, key, value, segments.lens)
     return varlen(query, key, value, segments.starts, segments.max_len)
@@ -123,7 +125,7 @@ def best_kernels(device: torch.device) -> Iterator[None]:
 @cache
 def find_varlen_kernel(device_type: str, dtype: torch.dtype) -> VarlenKernel | None:
     """torch's own, where it is for this device and dtype."""
-    if device_type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    if device_type != "cuda" or dtype not in _VARLEN_DTYPES:
         return None
     try:
         varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
@@ -138,9 +140,9 @@ def find_varlen_kernel(device_type: str, dtype: torch.dtype) -> VarlenKernel | N
 
 
 @cache
-def find_vllm_kernel(device_type: str) -> VarlenKernel | None:
-    """vLLM's FlashAttention, where vLLM is installed with it."""
-    if device_type != "cuda" or find_spec("vllm") is None:
+def find_vllm_kernel(device_type: str, dtype: torch.dtype) -> VarlenKernel | None:
+    """vLLM's FlashAttention, where vLLM is installed with it and it is for this dtype."""
+    if device_type != "cuda" or dtype not in _VARLEN_DTYPES or find_spec("vllm") is None:
         return None
     try:
         flash = import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
