@@ -73,7 +73,7 @@ def assert_same_picture(output: Any, pipeline: Any, case: Case) -> None:
     assert np.abs(pixels_of(output) - pixels).max() <= PIXELS_TOLERANCE, case
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @numerics
 @given(batch=st.lists(cases, min_size=4, max_size=6))
 def test_pictures_equal_those_of_diffusers(
