@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -19,12 +20,14 @@ import psutil
 import pytest
 
 from tests.drawing import MakeCheckpoint
+from tests.engine.conftest import MakeLLM
 from vllm_omni import DiffusionParams, OmniAsyncLLM, OmniRequest, OutputMode
 from vllm_omni.config import DiTCacheConfig, DiTConfig, StageConfig
 from vllm_omni.errors import (
     ConfigError,
     EngineDeadError,
     EngineError,
+    InvalidParameterError,
     ModelLoadError,
     OmniRequestError,
     StageExecutionError,
@@ -82,6 +85,14 @@ def test_a_stage_that_fails_in_its_work_fails_one_request(
     asyncio.run(main())
 
 
+def swap_tokenizer(model: Path) -> None:
+    """For one that writes the same texts with more tokens: every stage loads it."""
+    path = model / "tokenizer" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["merges"] = []
+    path.write_text(json.dumps(tokenizer))
+
+
 @MODES
 @pytest.mark.parametrize(
     ("damage", "message"),
@@ -98,8 +109,17 @@ def test_a_stage_that_fails_in_its_work_fails_one_request(
             "transformer",
         ),
         (lambda path: (path / "model_index.json").unlink(), "model_index.json"),
+        (swap_tokenizer, "is not this model's: the template has"),
     ],
-    ids=["no encoder", "encoder config", "encoder weights", "no vae", "weights", "no index"],
+    ids=[
+        "no encoder",
+        "encoder config",
+        "encoder weights",
+        "no vae",
+        "weights",
+        "no index",
+        "another tokenizer",
+    ],
 )
 def test_a_broken_checkpoint_says_what_is_broken(
     checkpoint: MakeCheckpoint,
@@ -208,6 +228,30 @@ def test_a_stage_that_may_not_be_restarted_ends_its_requests_and_no_others(
             llm.shutdown()
 
     asyncio.run(main())
+
+
+def test_text_goes_on_after_what_vllm_cannot_read_or_write(
+    make_llm: MakeLLM, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm("process")
+    client: Any = llm.clients[0]
+    text = {"output_format": "text", "sampling_params": {"max_tokens": 3, "ignore_eos": True}}
+
+    def fail(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("a mistake in vLLM")
+
+    async def main() -> None:
+        await answer(llm, **text)  # vLLM makes what is to fail with the first request
+        monkeypatch.setattr(client.llm.output_processor, "process_outputs", fail)
+        with pytest.raises(StageExecutionError, match="a mistake in vLLM"):
+            await answer(llm, **text)
+        with pytest.raises(InvalidParameterError, match="not serializable"):
+            await answer(llm, output_format="text", sampling_params={"extra_args": {"x": object()}})
+        assert len((await answer(llm, **text)).outputs[0].token_ids) == 3
+        assert not client.core.journal and not client.llm.output_processor.request_states
+
+    runner.run(main())
 
 
 @MODES

@@ -27,7 +27,7 @@ def modalities_of(stage: StageConfig) -> tuple[Any, Any]:
 
 def test_checkpoint_is_its_text_encoder_and_the_rest(checkpoint: MakeCheckpoint) -> None:
     dit_config = DiTConfig(device="cpu")
-    stages = derive_stage_configs(str(checkpoint(0)), ENGINE_ARGS, dit_config)
+    stages = derive_stage_configs(str(checkpoint(0)), dit_config)
     assert stages == (
         StageConfig(
             stage_id=0,
@@ -35,7 +35,6 @@ def test_checkpoint_is_its_text_encoder_and_the_rest(checkpoint: MakeCheckpoint)
             model_path=str(checkpoint(0)),
             input_modalities=("text", "image"),
             output_modalities=("text", "hidden_states"),
-            vllm_config=ENGINE_ARGS,
         ),
         StageConfig(
             stage_id=1,
@@ -49,7 +48,7 @@ def test_checkpoint_is_its_text_encoder_and_the_rest(checkpoint: MakeCheckpoint)
 
 
 def test_derived_stages_are_complete(checkpoint: MakeCheckpoint) -> None:
-    stages = derive_stage_configs(str(checkpoint(0)), ENGINE_ARGS)
+    stages = derive_stage_configs(str(checkpoint(0)))
     assert complete_stage_configs(stages) == stages
 
 

@@ -71,7 +71,7 @@ class HiddenStatesOutputProcessor(OutputProcessor):
             request_id=request.request_id,
             new_token_ids=[id for completion in output.outputs for id in completion.token_ids],
             finish_reason=finish_reason,
-            error=_STAGE_ERROR if finish_reason is FinishReason.ERROR else None,
+            error=_make_error(output) if finish_reason is FinishReason.ERROR else None,
             pooling_output=self.take_rows(request.request_id) if is_complete else None,
             output_type="text",
             request_output=output,
@@ -82,7 +82,13 @@ _REASONS: Mapping[str | None, FinishReason] = {
     "abort": FinishReason.ABORT,
     "error": FinishReason.ERROR,
 }
-_STAGE_ERROR = RequestError("StageExecutionError", "vLLM ended the request with an error")
+
+
+def _make_error(output: RequestOutput) -> RequestError:
+    """vLLM's errors have no words; those of `vllm_omni.engine.journal` have."""
+    reasons = [one.stop_reason for one in output.outputs if one.finish_reason == "error"]
+    message = next(filter(None, reasons), "vLLM ended the request with an error")
+    return RequestError("StageExecutionError", str(message))
 
 
 def _finish_reason(output: RequestOutput) -> FinishReason | None:

@@ -41,15 +41,19 @@ class OmniAsyncLLM:
         """Start the stages that a config names; it must name at least one."""
         self.stage_configs = complete_stage_configs(config.stage_configs, config.vllm_config)
         self.config = replace(config, stage_configs=self.stage_configs)
+        self._is_shut_down = False
         self.clients = _make_clients(self.config)
-        # The last stage is the one whose model draws, where there is one.
-        self.processor = OmniProcessor(self.stage_configs[-1].model_path)
+        try:
+            # The last stage is the one whose model draws, where there is one.
+            self.processor = OmniProcessor(self.stage_configs[-1].model_path)
+        except BaseException:
+            self.shutdown()
+            raise
         self.output_processor = MultimodalOutputProcessor()
         self.coordinator = CrossEngineCoordinator(
             self.clients, self.processor, self.output_processor, config.prompt_cache_bytes
         )
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
-        self._is_shut_down = False
 
     @classmethod
     def from_pretrained(

@@ -107,11 +107,15 @@ class TextEntry(Entry):
         output.new_logprobs = None
         output.pooling_output = None
         output.finish_reason = VllmFinishReason.ERROR
+        output.stop_reason = "the stage was started again, and wrote another text than before"
         return True
 
     def refuse(self, reason: str) -> EngineCoreOutput:
         return EngineCoreOutput(
-            request_id=self.request_id, new_token_ids=[], finish_reason=VllmFinishReason.ERROR
+            request_id=self.request_id,
+            new_token_ids=[],
+            finish_reason=VllmFinishReason.ERROR,
+            stop_reason=reason,
         )
 
 

@@ -43,9 +43,9 @@ from vllm_omni.engine.stage_client import StageClient, StageHealth
 from vllm_omni.engine.stage_process import StageProcess
 from vllm_omni.engine.stages import make_dit_config
 from vllm_omni.engine.supervised_core import SupervisedCore
-from vllm_omni.engine.supervisor import Death, Supervisor
+from vllm_omni.engine.supervisor import Supervisor
 from vllm_omni.errors import EngineDeadError, EngineError
-from vllm_omni.outputs import EngineCoreOutput, FinishReason
+from vllm_omni.outputs import EngineCoreOutput, FinishReason, RequestError
 from vllm_omni.run_folder import get_run_folder, sweep
 
 
@@ -83,7 +83,7 @@ class ProcStageClient(StageClient):
             config,
             self._start,
             self._connect,
-            self._note_death,
+            self.core.detach,
             self._give_up,
         )
 
@@ -145,9 +145,6 @@ class ProcStageClient(StageClient):
     def _connect(self, process: StageProcess) -> None:
         self.core.attach(self._make_client(process))
 
-    def _note_death(self, death: Death) -> None:
-        self.core.detach(death)
-
     def _give_up(self, error: EngineDeadError) -> None:
         self.failure = error
         self.core.fail(error)
@@ -170,7 +167,7 @@ class ARAsyncLLM(AsyncLLM):
 
     def _run_output_handler(self) -> None:
         # The last moment: the handler takes the output processor it finds.
-        if self.output_handler is None:
+        if not isinstance(self.output_processor, HiddenStatesOutputProcessor):
             HiddenStatesOutputProcessor.replace(self)
         super()._run_output_handler()
 
@@ -241,6 +238,7 @@ class ARProcClient(ProcStageClient):
                 raise
             # Only this request's data has been touched; what it meets on its way raises anything.
             except Exception as error:
+                await llm.abort(request.request_id)  # vLLM may have noted it already
                 raise to_request_error(request, error) from error
         self._readers[request.request_id] = asyncio.create_task(self._read(request, collector))
 
@@ -250,13 +248,7 @@ class ARProcClient(ProcStageClient):
             if reader is None or self.llm is None:
                 continue
             reader.cancel()
-            await self.llm.abort(request_id)
-            _output_processor(self.llm).take_rows(request_id)
-            self.deliver(
-                EngineCoreOutput(
-                    request_id=request_id, finish_reason=FinishReason.ABORT, output_type="text"
-                )
-            )
+            await self._take_out(self.llm, request_id, FinishReason.ABORT)
 
     def shutdown(self) -> None:
         for reader in self._readers.values():
@@ -268,7 +260,8 @@ class ARProcClient(ProcStageClient):
 
     async def _read(self, request: ARRequest, collector: Any) -> None:
         """Pass on what comes for one request."""
-        outputs = _output_processor(self._get_llm())
+        llm = self._get_llm()
+        outputs = _output_processor(llm)
         try:
             finished = False
             while not finished:
@@ -278,9 +271,28 @@ class ARProcClient(ProcStageClient):
         except VllmEngineDeadError:
             self.fail(self._dead_error())
         except Exception as error:  # vLLM's output handler failed, and hands its error to everybody
-            self.fail(EngineDeadError(f"vLLM failed: {describe(error)}"))
+            if llm.output_handler is not None and llm.output_handler.done():
+                llm.output_handler = None  # the next request starts another
+            failure = RequestError("StageExecutionError", f"vLLM failed: {describe(error)}")
+            await self._take_out(llm, request.request_id, FinishReason.ERROR, failure)
         finally:
             self._readers.pop(request.request_id, None)
+
+    async def _take_out(
+        self,
+        llm: ARAsyncLLM,
+        request_id: str,
+        reason: FinishReason,
+        error: RequestError | None = None,
+    ) -> None:
+        """End a request that vLLM has not ended."""
+        self.deliver(
+            EngineCoreOutput(
+                request_id=request_id, finish_reason=reason, error=error, output_type="text"
+            )
+        )
+        await llm.abort(request_id)
+        _output_processor(llm).take_rows(request_id)
 
     def _get_llm(self) -> ARAsyncLLM:
         if self.llm is None:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def derive_stage_configs(
-    model: str, vllm_config: Any = None, dit_config: DiTConfig | None = None
+    model: str, dit_config: DiTConfig | None = None
 ) -> tuple[StageConfig, ...]:
     """The two stages of a checkpoint in diffusers layout: its text encoder, then the rest.
 
@@ -29,7 +29,7 @@ def derive_stage_configs(
     if importlib.util.find_spec("vllm") is None:
         logger.warning("vLLM is not installed: there is no text, only pictures")
         return complete_stage_configs([drawing])
-    text = StageConfig(stage_id=0, engine_type="ar", model_path=path, vllm_config=vllm_config)
+    text = StageConfig(stage_id=0, engine_type="ar", model_path=path)
     return complete_stage_configs([text, drawing])
 
 

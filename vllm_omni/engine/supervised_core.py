@@ -84,7 +84,7 @@ class SupervisedCore:
         """Take a request; if there is no process for it now, it waits for the next."""
         self._enter()
         self.journal[entry.request_id] = entry
-        await self._send_due()
+        await self._send_due(entry)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         await self.add(TextEntry(request))
@@ -143,6 +143,7 @@ class SupervisedCore:
         if self.error is None:
             self.error = EngineDeadError("the engine was shut down")
         self._close()
+        self._is_up.set()  # for calls that wait for the next process
 
     # --- in the loop ---
 
@@ -199,6 +200,7 @@ class SupervisedCore:
                     self.name,
                     death.cause,
                 )
+                self.num_refused += 1
                 reason = f"the stage died twice while it worked on this request: {death.cause}"
                 self._refuse(entry, reason)
 
@@ -229,8 +231,11 @@ class SupervisedCore:
         task = asyncio.ensure_future(self._send_due())
         task.add_done_callback(_log_failure)
 
-    async def _send_due(self) -> None:
-        """Give the process what it has not got: all, or one suspect at a time."""
+    async def _send_due(self, new: Entry | None = None) -> None:
+        """Give the process what it has not got: all, or one suspect at a time.
+
+        Raises if one cannot be written down for which somebody still stands here.
+        """
         for entry in self._get_due():
             client = self._client
             if client is None:
@@ -241,6 +246,11 @@ class SupervisedCore:
                 await client.add_request_async(entry.make_request())
             except VllmEngineDeadError:
                 return  # it will be lost with the process, and sent to the next
+            except Exception as error:  # of whatever kind: only this request has been touched
+                if entry is new:
+                    del self.journal[entry.request_id]
+                    raise
+                self._refuse(entry, f"it cannot be sent: {type(error).__name__}: {error}")
 
     def _get_due(self) -> list[Entry]:
         suspects = [entry for entry in self.journal.values() if entry.is_suspect]
@@ -250,7 +260,6 @@ class SupervisedCore:
 
     def _refuse(self, entry: Entry, reason: str) -> None:
         del self.journal[entry.request_id]
-        self.num_refused += 1
         self._outputs.put_nowait(_make_outputs(entry.refuse(reason)))
 
     def _end(self, entry: Entry) -> None:
