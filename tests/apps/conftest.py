@@ -69,6 +69,12 @@ class Watch:
             self.problems.append(f"{response.status}: {response.url}")
 
 
+def wait_until_loaded(page: Page) -> None:
+    """Until the server has filled in the form: what is typed before that is lost."""
+    page.locator("#size input").wait_for()
+    page.wait_for_function("document.querySelector('#size input').value !== ''")
+
+
 @contextmanager
 def open_page(
     browser: Browser, url: str, name: str, may_say: str = "$^", **options: Any
@@ -83,8 +89,7 @@ def open_page(
     page = context.new_page()
     watch = Watch(page)
     page.goto("/ui")
-    page.locator("#size input").wait_for()
-    page.wait_for_function("document.querySelector('#size input').value !== ''")
+    wait_until_loaded(page)
     try:
         yield page
     finally:

@@ -60,6 +60,7 @@ def test_form_becomes_the_parameters_of_the_api() -> None:
         ({"prompt": " \n"}, "Write what to draw first."),
         ({"seed": "-1"}, "The seed is a whole number"),
         ({"seed": "1e3"}, "The seed is a whole number"),
+        ({"size": None}, "The page is not loaded yet"),
         ({"size": CUSTOM, "width": 0, "height": 64}, "Give a width and a height."),
         ({"size": CUSTOM}, "Give a width and a height."),
     ],

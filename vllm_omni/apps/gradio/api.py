@@ -34,7 +34,6 @@ class ModelInfo:
 
     id: str
     output_modalities: tuple[str, ...] = ("text", "image")
-    input_modalities: tuple[str, ...] = ("text",)
     default_size: tuple[int, int] = (1024, 1024)  # width, height
     default_steps: int = 50
     size_multiple: int = 16
@@ -47,9 +46,8 @@ class ModelInfo:
         if "default_size" in known:
             width, height = known["default_size"].split("x")
             known["default_size"] = (int(width), int(height))
-        for name in ("output_modalities", "input_modalities"):
-            if name in known:
-                known[name] = tuple(known[name])
+        if "output_modalities" in known:
+            known["output_modalities"] = tuple(known["output_modalities"])
         fields = cls.__dataclass_fields__
         return cls(id=model["id"], **{k: v for k, v in known.items() if k in fields})
 

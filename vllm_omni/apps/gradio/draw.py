@@ -221,7 +221,7 @@ class DrawTab:
         request: gr.Request,
         prompt: str,
         negative: str,
-        size: str,
+        size: str | None,
         width: int | None,
         height: int | None,
         steps: float,
@@ -315,7 +315,7 @@ def parse_size(size: str) -> tuple[int, int]:
 def make_form(
     prompt: str,
     negative: str,
-    size: str,
+    size: str | None,
     width: int | None,
     height: int | None,
     steps: float,
@@ -329,6 +329,8 @@ def make_form(
         raise ValueError("Write what to draw first.")
     if seed.strip() and not seed.strip().isdecimal():
         raise ValueError("The seed is a whole number, or nothing for a random one.")
+    if not size:
+        raise ValueError("The page is not loaded yet: try again.")
     if size == CUSTOM:
         if not width or not height:
             raise ValueError("Give a width and a height.")

@@ -59,7 +59,6 @@ class Page:
     """What all visits to a page share; `mount_page` makes it."""
 
     path: str  # under which the page is, without a slash at its end
-    api_url: str | None  # None: on the address on which a browser's request came in
     uploads: tempfile.TemporaryDirectory[str]  # where Gradio puts files for a moment
     sessions: Sessions = field(default_factory=Sessions)
     client: httpx.AsyncClient = field(default_factory=make_client)
@@ -104,8 +103,9 @@ class PageGate:
             secure = "; Secure" if scope["scheme"] == "https" else ""
             cookie = f"{name}={session.id}; Path={self.path}; HttpOnly; SameSite=Strict{secure}"
         host = f"[{host}]" if ":" in host else host
-        url = self.page.api_url or f"http://{host}:{port}"
-        api = Api(self.page.client, url, connection.headers.get("authorization"))
+        # The API is on the address on which the browser's request came in.
+        url, key = f"http://{host}:{port}", connection.headers.get("authorization")
+        api = Api(self.page.client, url, key)
         return Visit(session or Session(), api), cookie
 
     # --- what is answered here ---

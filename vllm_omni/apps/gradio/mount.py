@@ -24,12 +24,8 @@ def require_gradio() -> None:
         raise ConfigError("ui", True, "the page needs Gradio: pip install 'vllm-omni[ui]'")
 
 
-def mount_page(app: FastAPI, path: str = "/ui", api_url: str | None = None) -> Page:
-    """Mount the page; call it before the layers that decide who may come in are added.
-
-    Args:
-        api_url: where the API is; None: on the address on which the browser's request came in.
-    """
+def mount_page(app: FastAPI, path: str = "/ui") -> Page:
+    """Mount the page; call it before the layers that decide who may come in are added."""
     require_gradio()
     uploads = tempfile.TemporaryDirectory(prefix="vllm-omni-page-")
     # Gradio reads these when it is imported: where uploads go, and that nobody is told of us.
@@ -39,7 +35,7 @@ def mount_page(app: FastAPI, path: str = "/ui", api_url: str | None = None) -> P
 
     from vllm_omni.apps.gradio.page import CSS, MAX_UPLOAD_BYTES, make_page, make_theme
 
-    page = Page(path, api_url, uploads)
+    page = Page(path, uploads)
     gr.mount_gradio_app(
         app,
         make_page(page),
