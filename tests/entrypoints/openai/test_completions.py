@@ -50,7 +50,7 @@ def test_a_stream(client: openai.OpenAI, words: list[str]) -> None:
     stream = complete(client, max_tokens=4, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == " ".join(words)
-    assert 1 < len(chunks[:-1]) <= 4  # tokens that come at once may share a chunk
+    assert len(chunks[:-1]) <= 4  # tokens that come at once may share a chunk
     assert chunks[-2].choices[0].finish_reason == "length"
     assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 4)
 

@@ -24,7 +24,7 @@ from vllm_omni.errors import ConfigError
 
 PATH = "/v1/images/jobs"
 SHORT: dict[str, Any] = {"prompt": "a", "size": "64x64", "num_inference_steps": 2, "seed": 1}
-LONG = SHORT | {"num_inference_steps": 1000}
+LONG = SHORT | {"size": "128x128", "num_inference_steps": 1000}  # nobody waits for its end
 KEYS = ("first-key", "second-key")
 
 Serve = Callable[..., Any]
@@ -83,7 +83,7 @@ def test_what_waits_and_runs_goes_on(serve: Serve, folder: Path) -> None:
     with serve() as served:
         done = post(served, SHORT | {"response_format": "url", "n": 2})
         first = wait_for(served, done, "completed")
-        running, waiting = post(served, LONG | {"num_inference_steps": 300}), post(served, SHORT)
+        running, waiting = post(served, SHORT | {"num_inference_steps": 400}), post(served, SHORT)
         wait_for(served, running, "in_progress")
     # As they were left: nothing was cancelled.
     assert {job: entry["status"] for job, entry in read_files(folder).items()} == {
@@ -183,7 +183,7 @@ def test_a_full_disk(serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with serve() as served:
-        running = post(served, LONG | {"num_inference_steps": 100})
+        running = post(served, SHORT | {"num_inference_steps": 400})
         with monkeypatch.context() as patch:
             patch.setattr(module, "write_whole", write)
             for _ in range(3):

@@ -157,7 +157,7 @@ def test_an_error_on_the_way_is_the_last_event(
 ) -> None:
     body = {"num_inference_steps": 1000, "seed": 1}
     events = inner_client.images.generate(
-        prompt="a", size="64x64", stream=True, partial_images=3, extra_body=body
+        prompt="a", size="128x128", stream=True, partial_images=3, extra_body=body
     )
     with events, pytest.raises(openai.APIError, match="the engine is not available") as caught:
         for event in events:
@@ -171,7 +171,7 @@ def test_an_error_on_the_way_is_the_last_event(
 def test_the_lines_of_an_error(inner: InnerServer, served: Served) -> None:
     body = {
         "prompt": "a",
-        "size": "128x128",
+        "size": "256x256",
         "stream": True,
         "num_inference_steps": 1000,
         "timeout": 3.0,
