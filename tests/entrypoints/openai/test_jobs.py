@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.openai.jobs import JobRecord, JobStore
 from vllm_omni.entrypoints.openai.protocol import ImageJobRequest
 
 SHORT: dict[str, Any] = {"prompt": "a", "size": "64x64", "num_inference_steps": 2, "seed": 1}
-LONG = SHORT | {"num_inference_steps": 1000}
+LONG = SHORT | {"size": "128x128", "num_inference_steps": 1000}  # nobody waits for its end
 PATH = "/v1/images/jobs"
 ENDED = ("completed", "failed", "cancelled")
 
@@ -271,6 +271,15 @@ def test_a_job_is_forgotten_after_a_while(stores: Stores) -> None:
     assert stores.get_ids() == [second.job_id, running.job_id]
     stores.clock.now += 1000  # one that runs is kept, however long it takes
     assert stores.get_ids() == [running.job_id]
+
+
+def test_the_end_comes_after_one_has_expired(stores: Stores) -> None:
+    stores.make(job_ttl=100.0)
+    stores.finish()
+    running = stores.add(LONG)
+    stores.clock.now += 1000  # and nobody has looked since
+    stores.inner.look(stores.store.shutdown)
+    assert running.status == "cancelled" and stores.get_ids() == [running.job_id]
 
 
 def test_those_that_have_ended_make_room(stores: Stores) -> None:

@@ -210,7 +210,7 @@ class JobStore:
 
     def shutdown(self) -> None:
         """End all; what is on disk goes on from its beginning when there is a server again."""
-        for job in self._jobs.values():
+        for job in list(self._jobs.values()):  # those that have expired are forgotten meanwhile
             if job.is_ended:
                 continue
             if self._journal is None:
