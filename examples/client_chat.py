@@ -5,7 +5,7 @@ client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 # A text, as it is written.
 question = "a blue star"
 for chunk in client.chat.completions.create(
-    model="demo", messages=[{"role": "user", "content": question}], stream=True
+    model="demo", messages=[{"role": "user", "content": question}], temperature=0, stream=True
 ):
     print(chunk.choices[0].delta.content or "", end="", flush=True)
 

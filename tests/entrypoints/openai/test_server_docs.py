@@ -15,7 +15,8 @@ from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES
 from vllm_omni.entrypoints.openai.image_params import QUALITY_STEPS, get_quality
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, Quality
 
-OTHERS = ("policy", "help", "max_num_seqs", "max_restarts")  # options that are the engine's
+# Options that are not the server's own.
+OTHERS = ("policy", "help", "max_num_seqs", "max_restarts", "stage_configs")
 PAGE = (Path(__file__).parents[3] / "docs" / "server.md").read_text()
 
 
