@@ -61,6 +61,10 @@ REFUSALS: list[tuple[type, dict[str, Any], str, Any, str]] = [
         (DiTConfig, {}, "quantization", value, "one of none, fp8")
         for value in ("int8", "FP8", "", None, True)
     ],
+    (
+        *(DiTConfig, {"cpu_offload": "transformer"}, "quantization", "fp8"),
+        "none with cpu_offload=transformer",
+    ),
     *[
         (DiTConfig, {}, "max_cudagraph_capture_size", value, "a whole number, at least 0")
         for value in (-1, 1.0, "8192", None, True)

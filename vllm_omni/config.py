@@ -20,7 +20,8 @@ T = TypeVar("T")
 DEMO = "demo"  # the one model that goes by a name, not by its path
 GPU = "settings for GPUs"  # headings of settings
 SUPERVISION = "supervision of stages, in process mode"
-TILE_MULTIPLE = 64  # pixels: a tile and three quarters of it are whole tokens
+_TOKEN_SIDE = 16  # pixels, as `params.SIZE_MULTIPLE` says, which is above this module
+TILE_MULTIPLE = 4 * _TOKEN_SIDE  # pixels: a tile and three quarters of it are whole tokens
 MAX_SECONDS = 1e9  # of any time limit: more than anybody waits, and exact in a float
 
 
@@ -87,7 +88,10 @@ class WarmupSize:
         """From "1024x1024", or "512x512x4" for four at once."""
         if not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}(x[1-9]\d{0,2})?", text):
             raise ConfigError("warmup_sizes", text, "width x height, or width x height x count")
-        return cls(*(int(part) for part in text.split("x")))
+        size = cls(*(int(part) for part in text.split("x")))
+        if size.width % _TOKEN_SIDE or size.height % _TOKEN_SIDE:
+            raise ConfigError("warmup_sizes", text, f"sides that are multiples of {_TOKEN_SIDE}")
+        return size
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,11 @@ class DiTConfig:
         check_whole("max_cudagraph_capture_size", self.max_cudagraph_capture_size, 0)
         check_choice("quantization", self.quantization, get_args(Quantization))
         check_choice("cpu_offload", self.cpu_offload, get_args(Offload))
+        if self.quantization != "none" and self.cpu_offload == "transformer":
+            # Layers are packed for fp8 after they are loaded, and those are not fetched.
+            raise ConfigError(
+                "quantization", self.quantization, "none with cpu_offload=transformer"
+            )
         check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         check_whole("vae_tile_size", self.vae_tile_size, 0)
         if self.vae_tile_size % TILE_MULTIPLE:

@@ -72,6 +72,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         DiTConfig(warmup_sizes=[text])
 
 
+@pytest.mark.parametrize("text", ["8x64", "64x100", "512x513x2"])
+def test_sides_that_no_picture_has_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{text}' is not allowed: sides that are multiples of"):
+        DiTConfig(warmup_sizes=[text])
+
+
 def test_no_more_are_warmed_up_than_a_step_holds() -> None:
     assert DiTConfig(warmup_sizes=["64x64x4"], max_num_seqs=4).warmup_sizes == ("64x64x4",)
     with pytest.raises(ConfigError, match=r"64x64x5.* no more at once than max_num_seqs=4"):
