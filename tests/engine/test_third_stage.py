@@ -119,20 +119,11 @@ stage_configs:
     return path
 
 
-@pytest.fixture(scope="module", params=["python", "yaml"])
-def llm(
-    checkpoint: MakeCheckpoint,
-    rewriter_model: Path,
-    runner: asyncio.Runner,
-    request: pytest.FixtureRequest,
-) -> Iterator[OmniAsyncLLM]:
-    stages = create_stages(rewriter_model, checkpoint(0))
-    if request.param == "yaml":
-        stages = read_stage_file(
-            write_stage_file(rewriter_model.parent / "stages.yaml", checkpoint(0))
-        )
+@pytest.fixture(scope="module")
+def llm(checkpoint: MakeCheckpoint, rewriter_model: Path) -> Iterator[OmniAsyncLLM]:
+    path = write_stage_file(rewriter_model.parent / "stages.yaml", checkpoint(0))
     llm = OmniAsyncLLM.from_vllm_config(
-        vllm_config={"max_model_len": 1024}, stage_configs=stages, mode="embedded"
+        vllm_config={"max_model_len": 1024}, stage_configs=read_stage_file(path), mode="embedded"
     )
     llm.processor.register_modality_processor("shape", ShapeProcessor("shape"))
     yield llm
