@@ -167,7 +167,8 @@ class CacheDiTParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
                 fields.get(unknown[0]),
                 f"with {CACHE_DIT} only method, options are known",
             )
-        return cls(options=fields.get("options") or {})
+        options = fields.get("options")
+        return cls(options={} if options is None else options)
 
     @property
     def method(self) -> str:

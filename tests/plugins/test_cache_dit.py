@@ -50,8 +50,9 @@ from vllm_omni.diffusion.messages import DiffusionRequest
 from vllm_omni.diffusion.model_runner import DiffusionModelRunner
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.models.demo import find_model
-from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter, QwenImageState
+from vllm_omni.models.qwen_image.adapter import QwenImageRunnerAdapter
 from vllm_omni.models.qwen_image.input_processor import QwenImageInputProcessor
+from vllm_omni.models.qwen_image.state import QwenImageState
 from vllm_omni.outputs import EngineCoreOutput
 from vllm_omni.params import DiffusionParams
 from vllm_omni.step_cache import CacheParams, StepCacheParams
@@ -417,6 +418,7 @@ def test_first_blocks_are_as_cache_dit_has_them_where_the_model_has_so_many() ->
     [
         ({"method": "cache_dit", "threshold": 1}, r"cache\.threshold=1 .*: with cache_dit only"),
         ({"method": "cache_dit", "options": [1]}, r"cache\.options=\[1\] .*: a mapping"),
+        ({"method": "cache_dit", "options": False}, r"cache\.options=False .*: a mapping"),
     ],
 )
 def test_fields_of_our_own_caches_are_refused(cache: Any, message: str) -> None:
