@@ -70,9 +70,7 @@ def node_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         pytest.skip("npm install took too long: the registry may be out of reach")
-    if done.returncode != 0 and re.search(
-        "ENOTFOUND|ECONN|ETIMEDOUT|EAI_AGAIN|E40[13]", done.stderr
-    ):
+    if done.returncode != 0 and OUT_OF_REACH.search(done.stderr):
         pytest.skip("npm's registry is out of reach: set it with npm config set registry URL")
     assert done.returncode == 0, done.stderr
     return folder / "node_modules"

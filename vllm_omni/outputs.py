@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -115,7 +114,6 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True):
 
     outputs: list[EngineCoreOutput] = []
     step_stats: StepStats | None = None  # of a diffusion engine core; for one of the clients
-    timestamp: float = msgspec.field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, kw_only=True)
