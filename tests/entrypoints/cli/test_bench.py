@@ -207,6 +207,7 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
         (["--request-rate", "nan"], "--request-rate=nan is not allowed: more than 0"),
         (["--concurrency", "1", "-n", "0"], "-n=0 is not allowed: at least 1"),
         (["--concurrency", "1", "--size", "big"], "--size='big' is not allowed"),
+        (["--concurrency", "1", "--json", "."], "--json='.' is not allowed: a file that can be"),
         (["--concurrency", "1", "--plot", "x.gif"], "--plot='x.gif' is not allowed: one of .png"),
         (["--concurrency", "1", "--prompts", "nowhere"], "--prompts='nowhere' is not allowed"),
         (["--concurrency", "1", "--partial-images", "1"], "--partial-images=1 is not allowed"),

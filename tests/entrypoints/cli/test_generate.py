@@ -58,6 +58,7 @@ def test_several_prompts_and_n_are_numbered(
         (["--size", "big"], "--size='big' is not allowed: width x height in pixels"),
         (["--steps", "0"], "num_inference_steps=0 is not allowed: a whole number from 1 to 1000"),
         (["-o", "x.gif"], "-o='x.gif' is not allowed: one of .png"),
+        (["-o", "/dev/null/x.png"], "-o='/dev/null/x.png' is not allowed: a file in a folder that"),
         (["--worker-processes", "-1"], "worker_processes=-1 is not allowed"),
         (["--model", "nowhere"], "model 'nowhere' is not a folder"),
     ],
@@ -94,7 +95,12 @@ def test_the_demo_model_from_a_shell(tmp_path: Path) -> None:
     path = tmp_path / "demo.png"
     done = subprocess.run(
         [*COMMAND, "generate", "a red star", "-o", str(path), *SMALL],
-        env={"PATH": os.defpath, "VLLM_OMNI_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path)},
+        env={
+            "PATH": os.defpath,
+            "VLLM_OMNI_CACHE": str(tmp_path / "cache"),
+            "HOME": str(tmp_path),
+            "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
+        },
         capture_output=True,
         text=True,
         check=True,

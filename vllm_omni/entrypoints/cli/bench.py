@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from vllm_omni import envs
 from vllm_omni.benchmark.workload import MIXES, PROMPTS, PictureClass
 from vllm_omni.entrypoints.cli import bench_cache
-from vllm_omni.entrypoints.cli.settings import parse_size
+from vllm_omni.entrypoints.cli.settings import parse_size, prepare_file
 from vllm_omni.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -167,9 +167,9 @@ def run_serve(args: argparse.Namespace) -> int:
     """Measure and report; Ctrl-C ends the measuring, not the reporting."""
     config = make_config(args)
     api_key = read_api_key(args.api_key_file)
-    for path in (args.json, args.plot):
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            prepare_file(option, path)
 
     # Only now, so that --help and wrong arguments answer at once.
     from tqdm import tqdm

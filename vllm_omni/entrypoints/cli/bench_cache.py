@@ -11,7 +11,12 @@ from random import Random
 from typing import get_args
 
 from vllm_omni.config import DEMO, DiTConfig
-from vllm_omni.entrypoints.cli.settings import add_settings, parse_size, read_settings
+from vllm_omni.entrypoints.cli.settings import (
+    add_settings,
+    parse_size,
+    prepare_file,
+    read_settings,
+)
 from vllm_omni.params import DiffusionParams
 from vllm_omni.step_cache import Method
 
@@ -69,6 +74,9 @@ def run(args: argparse.Namespace) -> int:
     from vllm_omni.benchmark.workload import PROMPTS
     from vllm_omni.entrypoints.cli.bench import read_prompts
 
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None:
+            prepare_file(option, path)
     if args.plot is not None:
         check_plot(args.plot)
     prompts = list(PROMPTS if args.prompts is None else read_prompts(args.prompts))

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from vllm_omni.config import DiTConfig, Mode
-from vllm_omni.entrypoints.cli.settings import add_settings, parse_size, read_settings
+from vllm_omni.entrypoints.cli.settings import (
+    add_settings,
+    parse_size,
+    prepare_file,
+    read_settings,
+)
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.importing import fast_imports
 from vllm_omni.params import DiffusionParams
@@ -89,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     params = _params(args)
     if args.output.suffix.lower() not in FILE_SUFFIXES:
         raise InvalidParameterError("-o", str(args.output), f"one of {', '.join(FILE_SUFFIXES)}")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    prepare_file("-o", args.output)
 
     # Heavy imports only now, so that --help and wrong arguments answer at once.
     from tqdm import tqdm

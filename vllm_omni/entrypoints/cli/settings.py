@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -76,6 +78,17 @@ def parse_size(size: str) -> tuple[int, int]:
     if not (width.isdecimal() and height.isdecimal()):
         raise InvalidParameterError("--size", size, "width x height in pixels, such as 256x256")
     return int(width), int(height)
+
+
+def prepare_file(option: str, path: Path) -> None:
+    """Make the folder of a file that is to be written; refuse now what would fail at the end."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        allowed = f"a file in a folder that can be made ({error.strerror})"
+        raise InvalidParameterError(option, str(path), allowed) from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidParameterError(option, str(path), "a file that can be written")
 
 
 def read_settings(args: argparse.Namespace, config_class: type) -> dict[str, Any]:
