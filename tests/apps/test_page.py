@@ -54,7 +54,7 @@ def wait_until_drawn(page: Page, newest: str | None) -> None:
 
 
 def get_queue(server: ServerProcess) -> dict[str, Any]:
-    queue: dict[str, Any] = httpx.get(f"{server.url}/v1/queue").json()
+    queue: dict[str, Any] = httpx.get(f"{server.url}/v1/queue", timeout=60).json()
     return queue
 
 

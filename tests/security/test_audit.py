@@ -120,7 +120,7 @@ def paths(server: ServerProcess) -> list[str]:
     """Of the API, as the server tells of them, and of the page, as Gradio has them."""
     walked = subprocess.run([sys.executable, "-c", WALK], check=True, capture_output=True)
     of_page = set(json.loads(walked.stdout))
-    of_api = set(httpx.get(f"{server.url}/openapi.json").json()["paths"])
+    of_api = set(httpx.get(f"{server.url}/openapi.json", timeout=60).json()["paths"])
     assert len(of_page) > 30 and "/v1/images/generations" in of_api
     return sorted(of_page | of_api | {"/openapi.json", "/metrics", "/docs", "/", "/nothing"})
 
@@ -153,7 +153,7 @@ def test_no_path_is_a_web_socket(paths: list[str]) -> None:
 
 def test_every_answer_forbids_guessing_its_type(server: ServerProcess) -> None:
     for path in ("/v1/models", "/health/live", "/metrics", "/nothing", "/ui/", "/openapi.json"):
-        headers = httpx.get(server.url + path).headers
+        headers = httpx.get(server.url + path, timeout=60).headers
         assert headers["x-content-type-options"] == "nosniff", path
         assert headers["x-frame-options"] == "SAMEORIGIN", path
         assert "server" not in headers, path

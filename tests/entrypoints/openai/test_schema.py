@@ -362,7 +362,7 @@ def test_the_key_is_described_where_it_is_needed(document: dict[str, Any]) -> No
 def test_a_server_without_keys_and_with_the_page_has_the_same_routes(
     server: ServerProcess, document: dict[str, Any]
 ) -> None:
-    other = httpx.get(f"{server.url}/openapi.json").json()
+    other = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     assert set(other["paths"]) == set(document["paths"])
     assert "securitySchemes" not in other["components"]
     assert "401" not in other["paths"]["/v1/models"]["get"]["responses"]
