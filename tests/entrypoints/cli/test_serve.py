@@ -288,7 +288,7 @@ def test_keys_of_all_sources(guarded: ServerProcess) -> None:
 def test_page_opens_with_the_key_as_password(guarded: ServerProcess) -> None:
     url = f"{guarded.url}/ui/"
     assert httpx.get(url).status_code == 401
-    response = httpx.get(url, auth=("anybody", CLI_KEY), follow_redirects=True)
+    response = httpx.get(url, auth=("anybody", CLI_KEY), follow_redirects=True, timeout=60)
     assert response.status_code == 200 and "html" in response.headers["content-type"]
     assert httpx.get(url, auth=("anybody", "wrong-key")).status_code == 401
 
