@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from diffusers import QwenImagePipeline
 from PIL import Image
 
 import vllm_omni
 from tests.drawing import Case, draw_stock
 from vllm_omni import DiffusionParams, Omni, OutputMode
 from vllm_omni.models.demo import find_model
-from vllm_omni.models.progress import progress_bars_off
 
 PARAMS = DiffusionParams(
     height=256, width=256, num_inference_steps=10, negative_prompt=" ", true_cfg_scale=4.0, seed=1
@@ -82,12 +79,9 @@ def test_other_sizes_do_not_fall_apart(demo: Omni, height: int, width: int) -> N
     assert_color(output.images[0], 0.05, 0.05, WHITE)
 
 
-def test_it_draws_what_diffusers_draws(demo: Omni) -> None:
+def test_it_draws_what_diffusers_draws(demo: Omni, demo_stock: Any) -> None:
     case = Case("a red star above a small blue ring", 128, 192, 6, 4.0, seed=3)
-    with progress_bars_off():
-        pipeline = QwenImagePipeline.from_pretrained(find_model("demo"), dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-    latents, pixels = draw_stock(pipeline, case)
+    latents, pixels = draw_stock(demo_stock, case)
     params = DiffusionParams(
         height=128,
         width=192,

@@ -38,7 +38,7 @@ def test_refuses_a_prompt_that_is_not_text(prompt: Any) -> None:
         ],
         ("trace_headers", "00-1-2-01", "a mapping of header to value"),
         *[("stage_configs", value, "a list of StageConfig") for value in (5, [5], None)],
-        *[("messages", value, "a list of Mapping") for value in ("a cat", ["a cat"], {})],
+        *[("messages", value, "a list of Mapping") for value in ("a cat", ["a cat"], 5)],
         *[("prompt_token_ids", value, "a list of int") for value in (5, "abc", ["a"], {1: 2})],
         *[("request_id", value, "a string, not empty") for value in (5, None, "")],
         ("output_kind", "final", "one of 'cumulative', 'delta', 'final_only'"),

@@ -327,7 +327,8 @@ def test_one_that_cannot_be_sent_does_not_hold_up_the_others() -> None:
             await core.add(create_entry(request_id))
         process: Any = Process()
         core.attach(process)
-        [refused] = (await core.get_output_async()).outputs
+        async with asyncio.timeout(60):
+            [refused] = (await core.get_output_async()).outputs
         assert refused.request_id == "bad" and "UnicodeEncodeError" in refused.stop_reason
         assert process.sent == ["first", "last"]
         with pytest.raises(UnicodeEncodeError):  # while there is one, the caller is told
