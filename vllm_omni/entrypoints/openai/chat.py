@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, APIError, engin
 from vllm_omni.entrypoints.openai.event_stream import DONE, describe_events, start_stream
 from vllm_omni.entrypoints.openai.images import ImageService
 from vllm_omni.entrypoints.openai.input_images import ImageReader, InputImage
-from vllm_omni.entrypoints.openai.limits import check_prompt
+from vllm_omni.entrypoints.openai.limits import check_length, check_prompt
 from vllm_omni.entrypoints.openai.protocol import PictureParameters
 from vllm_omni.entrypoints.openai.streams import run_ahead
 from vllm_omni.entrypoints.openai.text_protocol import (
@@ -202,7 +202,7 @@ class TextService:
             message = f"n={body.n} makes {num_texts} texts of these prompts: at most {MAX_PROMPTS}"
             raise APIError(400, message, "n", "invalid_value")
         num_chars = sum(len(prompt) for prompt in body.prompt)  # or tokens, which have one at least
-        check_prompt("prompt", " " * num_chars, self.config)
+        check_length("prompt", num_chars, self.config)
         prompt = body.prompt if len(body.prompt) > 1 else body.prompt[0]
         return _to_fields(body, request_id, prompt=prompt)
 

@@ -50,13 +50,14 @@ def check_prompt(name: str, prompt: str | None, config: ServerConfig) -> None:
     """Refuse a prompt that nobody should have to tokenize, or can."""
     if prompt is None:
         return
-    if len(prompt) > config.max_prompt_chars:
-        raise APIError(
-            400,
-            f"{name} has {len(prompt)} characters: at most {config.max_prompt_chars}",
-            name,
-            "prompt_too_long",
-        )
+    check_length(name, len(prompt), config)
     if not prompt.isascii() and _HALF.search(prompt):
         message = f"{name} holds half of a character: a surrogate without the other one"
         raise APIError(400, message, name, "invalid_value")
+
+
+def check_length(name: str, num_chars: int, config: ServerConfig) -> None:
+    """Refuse a prompt that is too long."""
+    if num_chars > config.max_prompt_chars:
+        message = f"{name} has {num_chars} characters: at most {config.max_prompt_chars}"
+        raise APIError(400, message, name, "prompt_too_long")
