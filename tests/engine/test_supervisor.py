@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ending import is_gone
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine.black_box import BlackBox
 from vllm_omni.engine.supervisor import Death, Supervisor
@@ -340,7 +341,7 @@ def test_a_supervisor_that_was_stopped_too_takes_nobody_for_dead() -> None:
         for process in processes:
             process.resume()
             time.sleep(0.4)  # the supervisor looks first
-        assert watched.is_running()
+        assert not is_gone(watched)
     finally:
         supervising.kill()
         supervising.join()
@@ -364,7 +365,7 @@ def test_a_stopped_child_of_a_process_that_idles_is_noticed(watch: Callable[...,
     watcher.wait_for_death(1)
     assert watcher.deaths[0].is_external and "stopped" in watcher.deaths[0].cause
     watcher.wait_for_start(2)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert is_gone(child)
 
 
 def test_a_process_that_talks_nonsense_is_killed(watch: Callable[..., Watcher]) -> None:
