@@ -18,6 +18,8 @@ MAX_SIDE = 8192
 MAX_STEPS = 1000
 MAX_OUTPUTS_PER_PROMPT = 128
 MAX_SEED = 2**63 - 1
+NO_NEGATIVE = " "
+"""The negative prompt of guidance where nobody gives one: diffusers' own choice."""
 
 _NOT_YET = ("images", "mask", "strength", "lora")
 

@@ -26,13 +26,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "cache",
         help="step caches of a model: quality against speed",
+        usage="vllm-omni bench cache [options]",
         description=(
             "Draw a set of prompts without a step cache and with every setting, and report how "
             "much work each left out and how far its pictures are from the ones without. The plot "
             "shows quality against speed: pick a setting from it."
         ),
     )
-    parser.add_argument("--model", default=DEMO, help="demo or a checkpoint's path")
+    parser.add_argument("--model", default=DEMO, help="demo or a checkpoint's path; default: demo")
     parser.add_argument(
         "--method",
         dest="methods",

@@ -11,7 +11,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the `checkpoint` command."""
     parser = subparsers.add_parser(
         "checkpoint",
-        help="write a random-weight Qwen-Image checkpoint, for trying out and for tests",
+        help="write a random-weight Qwen-Image checkpoint",
         description=(
             "Write a complete Qwen-Image checkpoint in diffusers layout, with random weights. "
             "It draws noise, but everything runs as with the real model."

@@ -55,8 +55,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the `doctor` command."""
     parser = subparsers.add_parser(
         "doctor",
-        help="show versions, devices, memory, what works here and what does not, and why",
-        description="Exit code: 0 if the diffusion engine works here, otherwise 1.",
+        help="show what works on this machine and what does not, and why",
+        description=(
+            "Show versions, devices, memory, what works here and what does not, and why. "
+            "Exit code: 0 if the diffusion engine works here, otherwise 1."
+        ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_omni.config import DiTConfig, Mode
+from vllm_omni.config import DEMO, DiTConfig, Mode
 from vllm_omni.entrypoints.cli.settings import (
     add_settings,
     parse_size,
@@ -20,7 +20,9 @@ from vllm_omni.entrypoints.cli.settings import (
 )
 from vllm_omni.errors import InvalidParameterError
 from vllm_omni.importing import fast_imports
-from vllm_omni.params import DiffusionParams
+from vllm_omni.models.demo import find_model
+from vllm_omni.models.weights import check_weights
+from vllm_omni.params import NO_NEGATIVE, DiffusionParams
 from vllm_omni.stage_file import read_stage_file
 
 if TYPE_CHECKING:
@@ -31,13 +33,22 @@ EMBEDDED_DEFAULTS = {"worker_processes": 1}
 
 FILE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
+_EPILOG = """\
+examples:
+  vllm-omni generate "a red circle"                  into out.png
+  vllm-omni generate "a red circle" -n 4 -o c.png    into c-1.png to c-4.png
+  vllm-omni generate "a red circle" --cfg 3          closer to the prompt, in twice the time
+"""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the `generate` command."""
     parser = subparsers.add_parser(
         "generate",
-        help="draw pictures from prompts, offline",
+        help="draw pictures from prompts, without a server",
+        usage="vllm-omni generate PROMPT… [options]",
         description="Draw pictures from prompts, all in one batch. Prints the path of each file.",
+        epilog=_EPILOG,
     )
     parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="what to draw")
     parser.add_argument(
@@ -46,21 +57,37 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         type=Path,
         default=Path("out.png"),
-        help="where to; several pictures are numbered: FILE-1, FILE-2; default: out.png",
+        help=f"where to: {', '.join(FILE_SUFFIXES)}; several pictures are numbered, as in "
+        "out-1.png; default: %(default)s",
     )
-    parser.add_argument("--model", default="demo", help="demo or a checkpoint's path")
-    parser.add_argument("--size", metavar="WxH", help="in pixels, multiples of 16")
-    parser.add_argument("--steps", metavar="N", type=int, help="denoising steps")
+    parser.add_argument(
+        "--model",
+        default=DEMO,
+        help="demo or the path of a checkpoint in diffusers layout; default: %(default)s",
+    )
+    parser.add_argument(
+        "--size", metavar="WxH", help="in pixels, multiples of 16; default: the model's"
+    )
+    parser.add_argument(
+        "--steps", metavar="N", type=int, help="denoising steps; default: the model's"
+    )
     parser.add_argument(
         "--cfg",
         metavar="F",
         type=float,
-        default=DiffusionParams().true_cfg_scale,
-        help="guidance scale, in effect with --negative; default: %(default)s",
+        help="guidance scale, on above 1, and then a step costs twice; default: "
+        f"{DiffusionParams().true_cfg_scale:g} with --negative, else off",
     )
     parser.add_argument("--negative", metavar="TEXT", help="what not to draw; turns guidance on")
-    parser.add_argument("--seed", metavar="S", type=int, help="default: a random one")
-    parser.add_argument("-n", metavar="N", type=int, default=1, help="pictures per prompt")
+    parser.add_argument(
+        "--seed",
+        metavar="S",
+        type=int,
+        help="picture i of a prompt is drawn with S + i; default: a random one",
+    )
+    parser.add_argument(
+        "-n", metavar="N", type=int, default=1, help="pictures per prompt; default: %(default)s"
+    )
     parser.add_argument(
         "--output-format",
         choices=("image", "text+image"),
@@ -92,9 +119,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Draw, write, report."""
     params = _params(args)
+    for prompt in args.prompts:
+        if not prompt.strip():
+            raise InvalidParameterError("PROMPT", prompt, "words that say what to draw")
     if args.output.suffix.lower() not in FILE_SUFFIXES:
         raise InvalidParameterError("-o", str(args.output), f"one of {', '.join(FILE_SUFFIXES)}")
     prepare_file("-o", args.output)
+    settings = _settings(args)
+    for stage in settings.get("stage_configs", ()):
+        check_weights(find_model(stage.model_path))
+    if "stage_configs" not in settings:
+        check_weights(find_model(args.model))
 
     # Heavy imports only now, so that --help and wrong arguments answer at once.
     from tqdm import tqdm
@@ -102,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     with fast_imports():
         from vllm_omni.entrypoints.omni import Omni
 
-    omni = Omni(**_settings(args))
+    omni = Omni(**settings)
     # An orderly shutdown takes longer than a small picture; that the process ends is enough, where
     # everything is in it.
     ends_with_process = args.is_shell and args.mode == "embedded"
@@ -141,12 +176,17 @@ def _write(outputs: Sequence[OmniOutput], args: argparse.Namespace) -> None:
 
 def _params(args: argparse.Namespace) -> DiffusionParams:
     width, height = parse_size(args.size) if args.size is not None else (None, None)
+    negative, guidance = args.negative, {}
+    if args.cfg is not None:
+        guidance["true_cfg_scale"] = args.cfg
+        if negative is None:
+            negative = NO_NEGATIVE
     return DiffusionParams(
         height=height,
         width=width,
         num_inference_steps=args.steps,
-        true_cfg_scale=args.cfg,
-        negative_prompt=args.negative,
+        negative_prompt=negative,
+        **guidance,
         seed=args.seed,
         num_outputs_per_prompt=args.n,
     )

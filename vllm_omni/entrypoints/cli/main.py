@@ -12,9 +12,18 @@ from contextlib import suppress
 import vllm_omni
 from vllm_omni import envs
 from vllm_omni.entrypoints.cli import bench, checkpoint, doctor, generate, serve
+from vllm_omni.entrypoints.cli.parser import CommandParser
 from vllm_omni.errors import EngineError, OmniRequestError
 
+PROGRAM = "vllm-omni"
 COMMANDS = (generate, serve, bench, checkpoint, doctor)
+
+_EPILOG = """\
+examples:
+  vllm-omni generate "a red circle" -o circle.png    a picture, without a server
+  vllm-omni serve --ui                               a server, with a page to draw and chat in
+  vllm-omni doctor                                   what works on this machine
+"""
 
 
 def run() -> None:
@@ -54,17 +63,17 @@ def main(argv: Sequence[str] | None = None, is_shell: bool = False) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vllm-omni", description="Serve models whose answer is more than text."
+    parser = CommandParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND [options]",
+        description="Serve models whose answer is more than text.",
+        epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=vllm_omni.__version__)
-    parser.add_argument(
-        "--log-level",
-        default="error",
-        choices=("debug", "info", "warning", "error"),
-        help="how much the engine says on stderr; default: error",
+    parser.set_defaults(log_level="error")
+    subparsers = parser.add_subparsers(
+        title="commands", prog=PROGRAM, dest="command", metavar="COMMAND", required=True
     )
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)
     return parser

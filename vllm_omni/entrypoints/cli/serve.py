@@ -42,13 +42,6 @@ examples:
 """
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """The names of options side by side with what they mean, in lines of a readable length."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=100)
-
-
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the `serve` command."""
     parser = subparsers.add_parser(
@@ -57,7 +50,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         usage="vllm-omni serve [MODEL] [options]",
         description="Serve a model over HTTP, with OpenAI's API. Ctrl-C ends it.",
         epilog=_EPILOG,
-        formatter_class=_HelpFormatter,
     )
     parser.add_argument(
         "model",

@@ -13,7 +13,7 @@ from vllm_omni.entrypoints.openai.protocol import (
     ImageParameters,
     Quality,
 )
-from vllm_omni.params import DiffusionParams, OutputMode
+from vllm_omni.params import NO_NEGATIVE, DiffusionParams, OutputMode
 from vllm_omni.step_cache import CacheParams
 
 QUALITY_STEPS: dict[DrawnQuality, float] = {
@@ -34,7 +34,6 @@ BODY_NAMES = {
 """Names in `DiffusionParams` -> names in a body, for error messages."""
 
 _OTHER_NAMES: dict[Quality, DrawnQuality] = {"auto": "medium", "standard": "medium", "hd": "high"}
-_NO_NEGATIVE = " "  # diffusers' own choice for guidance without a negative prompt
 
 
 def get_quality(body: ImageParameters) -> DrawnQuality:
@@ -67,7 +66,7 @@ def read_params(
     if body.true_cfg_scale is not None:
         given["true_cfg_scale"] = body.true_cfg_scale
         if body.true_cfg_scale > 1 and negative is None:
-            negative = _NO_NEGATIVE
+            negative = NO_NEGATIVE
     return DiffusionParams(
         height=height,
         width=width,
