@@ -13,9 +13,11 @@ from typing import Any
 
 import vllm_omni
 from vllm_omni.benchmark.client import ImagesClient, RequestFailed
+from vllm_omni.benchmark.diffusers_client import DiffusersClient
 from vllm_omni.benchmark.load import Load, Outcome
 from vllm_omni.benchmark.report import LoadReport, Slo, fastest_of_each_class, make_report
 from vllm_omni.benchmark.workload import (
+    DIFFUSERS,
     PROMPTS,
     PictureClass,
     PictureRequest,
@@ -30,7 +32,7 @@ _MAX_OPEN_FILES = 65_536  # a connection is one
 class ServeBenchConfig:
     """What is measured, and how."""
 
-    url: str
+    url: str  # of a server, or "diffusers:" and a checkpoint's path
     mix: Sequence[PictureClass]
     mix_name: str  # in titles
     num_requests: int
@@ -85,7 +87,7 @@ class ServeBench:
         """
         config = self.config
         allow_connections()
-        async with ImagesClient(config.url, self._api_key, config.body, config.timeout) as client:
+        async with self._make_client() as client:
             if self.model is None:
                 self.model = await client.find_model()
             if self.model is not None:
@@ -101,7 +103,13 @@ class ServeBench:
                 arrivals = poisson_arrivals(config.request_rate, config.num_requests, config.seed)
                 await load.run_open_loop(requests, arrivals)
 
-    async def _warm_up(self, client: ImagesClient) -> None:
+    def _make_client(self) -> ImagesClient | DiffusersClient:
+        config = self.config
+        if config.url.startswith(DIFFUSERS):
+            return DiffusersClient(config.url, config.body, config.timeout)
+        return ImagesClient(config.url, self._api_key, config.body, config.timeout)
+
+    async def _warm_up(self, client: ImagesClient | DiffusersClient) -> None:
         """Every class alone on the server: what its SLO is a multiple of."""
         if not self.config.warmup:
             return

@@ -9,6 +9,9 @@ from itertools import product
 from random import Random
 from types import MappingProxyType
 
+DIFFUSERS = "diffusers:"
+"""What a url begins with that is the path of a checkpoint, for diffusers, and no server's."""
+
 
 @dataclass(frozen=True)
 class PictureClass:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vllm_omni import envs
-from vllm_omni.benchmark.workload import MIXES, PROMPTS, PictureClass
+from vllm_omni.benchmark.workload import DIFFUSERS, MIXES, PROMPTS, PictureClass
 from vllm_omni.entrypoints.cli import bench_cache
 from vllm_omni.entrypoints.cli.settings import parse_size, prepare_file
 from vllm_omni.errors import ConfigError
+from vllm_omni.models.demo import find_model
+from vllm_omni.models.weights import check_weights
 
 if TYPE_CHECKING:
     from vllm_omni.benchmark.serve import ServeBench, ServeBenchConfig
@@ -39,6 +41,7 @@ def add_serve_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     parser = subparsers.add_parser(
         "serve",
         help="a running server: this one, or any that speaks OpenAI's images API",
+        usage="vllm-omni bench serve (--request-rate R | --concurrency N) [options]",
         description=(
             "Send requests for pictures to a running server and report latency, throughput and how "
             "many were in time. Only prompt, model, size, n and response_format are sent unless "
@@ -55,7 +58,10 @@ def add_serve_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
 
 def _add_server_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="with or without /v1; default: %(default)s"
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="with or without /v1; diffusers:MODEL is no server: stock diffusers draws with that "
+        "checkpoint in this process, one request after another; default: %(default)s",
     )
     group.add_argument(
         "--api-key-file",
@@ -261,6 +267,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--steps", args.steps, "--plain leaves the steps out")
     if args.partial_images is not None and not args.stream:
         raise ConfigError("--partial-images", args.partial_images, "previews need --stream")
+    if args.url.startswith(DIFFUSERS) and (args.stream or args.extra_body is not None):
+        raise ConfigError("--url", args.url, "diffusers has no --stream and no --extra-body")
 
 
 def _option(name: str) -> str:
@@ -268,9 +276,13 @@ def _option(name: str) -> str:
 
 
 def _parse_url(url: str) -> str:
+    if url.startswith(DIFFUSERS):
+        model = find_model(url.removeprefix(DIFFUSERS))
+        check_weights(model)
+        return f"{DIFFUSERS}{model}"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError("--url", url, "http://host:port or https://host")
+        raise ConfigError("--url", url, "http://host:port, https://host or diffusers:MODEL")
     if "@" in parts.netloc:
         raise ConfigError("--url", parts.hostname, "no password here; use --api-key-file")
     return url.rstrip("/").removesuffix("/v1")
