@@ -373,7 +373,7 @@ def test_head_is_answered_like_get() -> None:
 def test_unknown_method(method: str) -> None:
     got = ask(create_door(), method, "/v1/models")
     assert got.status == 405 and got.headers["allow"] == "GET, HEAD"
-    assert got.error["message"] == f"{method} is not allowed here"
+    assert got.error["message"] == f"{method} is not allowed here: GET, HEAD"
 
 
 def test_unknown_route() -> None:

@@ -172,11 +172,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
+        methods = _get_methods(request)
         message = {
             404: f"no such route: {request.method} {request.scope['path'][:_MAX_SHOWN]}",
-            405: f"{request.method} is not allowed here",
+            405: f"{request.method} is not allowed here: {methods}",
         }.get(error.status_code, str(error.detail))
-        headers = {"Allow": _get_methods(request)} if error.status_code == 405 else error.headers
+        headers = {"Allow": methods} if error.status_code == 405 else error.headers
         return APIError(error.status_code, message, headers=headers).to_response()
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
