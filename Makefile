@@ -14,6 +14,8 @@ CODE := $(wildcard vllm_omni tests benchmarks examples training)
 
 install: $(STAMP)  ## make .venv and install the locked packages into it
 
+demo: export TRANSFORMERS_VERBOSITY = error
+demo: export TORCH_CPP_LOG_LEVEL = ERROR
 demo: $(STAMP)  ## draw three pictures into out/ with the embedded model
 	$(BIN)/python examples/three_pictures.py out
 	@echo 'Next: $(BIN)/vllm-omni generate "a small green circle" -o out/mine.png, or $(BIN)/vllm-omni doctor'

@@ -5,6 +5,7 @@ python examples/three_pictures.py [FOLDER]
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -50,4 +51,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":  # the worker's process imports this file
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # of no use on CPUs
     main(Path(sys.argv[1] if len(sys.argv) > 1 else "out"))
