@@ -18,9 +18,8 @@ MAX_SIDE = 8192
 MAX_STEPS = 1000
 MAX_OUTPUTS_PER_PROMPT = 128
 MAX_SEED = 2**63 - 1
-NO_NEGATIVE = " "
-"""The negative prompt of guidance where nobody gives one: diffusers' own choice."""
 
+_NO_NEGATIVE = " "  # diffusers' own choice for guidance without a negative prompt
 _NOT_YET = ("images", "mask", "strength", "lora")
 
 
@@ -173,3 +172,11 @@ def _check_sigmas(value: object) -> tuple[float, ...]:
     if not falling or value[-1] <= 0:
         raise InvalidParameterError("sigmas", value, allowed)
     return tuple(float(sigma) for sigma in value)
+
+
+def make_guidance(scale: float | None, negative: str | None) -> dict[str, Any]:
+    """Fields of `DiffusionParams`: a scale above 1 turns guidance on, as a negative prompt does."""
+    if negative is None and scale is not None and scale > 1:
+        negative = _NO_NEGATIVE
+    given: dict[str, Any] = {"negative_prompt": negative}
+    return given if scale is None else given | {"true_cfg_scale": scale}

@@ -12,7 +12,9 @@ from typing import Any
 
 from vllm_omni.benchmark.client import Answer, Failure
 from vllm_omni.benchmark.workload import DIFFUSERS, PictureRequest
-from vllm_omni.params import NO_NEGATIVE
+from vllm_omni.params import make_guidance
+
+_STOCK_STEPS = 50
 
 
 class DiffusersClient:
@@ -30,6 +32,7 @@ class DiffusersClient:
         self._timeout = timeout
         self._thread = ThreadPoolExecutor(1)
         self._pipeline: Any = None
+        self._default_steps = read_default_steps(self._model)
 
     async def __aenter__(self) -> DiffusersClient:
         self._pipeline = await self._run(load_pipeline, self._model)
@@ -61,20 +64,17 @@ class DiffusersClient:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def _draw(self, request: PictureRequest) -> int:
-        scale, negative = (self.body.get(name) for name in ("true_cfg_scale", "negative_prompt"))
-        if negative is None:  # guidance is on where a scale is given, as on our server
-            scale, negative = scale or 1.0, NO_NEGATIVE if scale else None
-        given = {
-            "num_inference_steps": request.picture.num_steps or read_default_steps(self._model),
-            "true_cfg_scale": scale,
-            "negative_prompt": negative,
-        }
+        body = self.body
+        guidance = make_guidance(body.get("true_cfg_scale"), body.get("negative_prompt"))
+        if guidance["negative_prompt"] is None:
+            guidance = {"true_cfg_scale": 1.0}  # or diffusers warns that its own has no effect
         pictures = self._pipeline(
             prompt=request.prompt,
             width=request.picture.width,
             height=request.picture.height,
-            num_images_per_prompt=self.body["n"],
-            **{name: value for name, value in given.items() if value is not None},
+            num_inference_steps=request.picture.num_steps or self._default_steps,
+            num_images_per_prompt=body["n"],
+            **guidance,
         ).images
         return len(pictures)
 
@@ -94,9 +94,9 @@ def load_pipeline(model: Path) -> Any:
     return pipeline
 
 
-def read_default_steps(model: Path) -> int | None:
-    """The checkpoint's own number, if it has one; else diffusers takes its own."""
+def read_default_steps(model: Path) -> int:
+    """The checkpoint's own number, if it has one; else diffusers' own."""
     path = model / "generation_config.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    steps: int | None = content.get("num_inference_steps")
+    steps: int = content.get("num_inference_steps", _STOCK_STEPS)
     return steps

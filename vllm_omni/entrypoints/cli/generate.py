@@ -22,7 +22,7 @@ from vllm_omni.errors import InvalidParameterError
 from vllm_omni.importing import fast_imports
 from vllm_omni.models.demo import find_model
 from vllm_omni.models.weights import check_weights
-from vllm_omni.params import NO_NEGATIVE, DiffusionParams
+from vllm_omni.params import DiffusionParams, make_guidance
 from vllm_omni.stage_file import read_stage_file
 
 if TYPE_CHECKING:
@@ -176,17 +176,11 @@ def _write(outputs: Sequence[OmniOutput], args: argparse.Namespace) -> None:
 
 def _params(args: argparse.Namespace) -> DiffusionParams:
     width, height = parse_size(args.size) if args.size is not None else (None, None)
-    negative, guidance = args.negative, {}
-    if args.cfg is not None:
-        guidance["true_cfg_scale"] = args.cfg
-        if negative is None:
-            negative = NO_NEGATIVE
     return DiffusionParams(
         height=height,
         width=width,
         num_inference_steps=args.steps,
-        negative_prompt=negative,
-        **guidance,
+        **make_guidance(args.cfg, args.negative),
         seed=args.seed,
         num_outputs_per_prompt=args.n,
     )

@@ -13,7 +13,7 @@ from vllm_omni.entrypoints.openai.protocol import (
     ImageParameters,
     Quality,
 )
-from vllm_omni.params import NO_NEGATIVE, DiffusionParams, OutputMode
+from vllm_omni.params import DiffusionParams, OutputMode, make_guidance
 from vllm_omni.step_cache import CacheParams
 
 QUALITY_STEPS: dict[DrawnQuality, float] = {
@@ -62,16 +62,11 @@ def read_params(
         width, height = (int(side) for side in body.size.split("x"))
     cache = default_cache if body.cache is None else body.cache
     given: dict[str, Any] = {"cache": None if cache == NO_CACHE else cache, "lora": body.lora}
-    negative = body.negative_prompt
-    if body.true_cfg_scale is not None:
-        given["true_cfg_scale"] = body.true_cfg_scale
-        if body.true_cfg_scale > 1 and negative is None:
-            negative = NO_NEGATIVE
     return DiffusionParams(
         height=height,
         width=width,
         num_inference_steps=steps,
-        negative_prompt=negative,
+        **make_guidance(body.true_cfg_scale, body.negative_prompt),
         seed=body.seed,
         num_outputs_per_prompt=body.n,
         output_mode=body.output_mode,
