@@ -136,7 +136,8 @@ def test_without_a_key_nothing_is_shown(keyed_server: ServerProcess, path: str) 
 # Last: it ends the server.
 def test_open_tabs_do_not_hold_up_a_shutdown(browser: Browser, keyed_server: ServerProcess) -> None:
     credentials = {"username": "me", "password": KEY}
-    may_say = "ERR_|Connection|Failed to fetch|network|heartbeat|Cancelled via cancel scope"
+    # What is open when the server ends is told so with a 503, or cut off.
+    may_say = "503|Response|ERR_|Connection|Failed to fetch|network|heartbeat|Cancelled via cancel"
     with open_page(
         browser, keyed_server.url, "shutdown", may_say, http_credentials=credentials
     ) as page:

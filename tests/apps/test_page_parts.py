@@ -14,9 +14,9 @@ import pytest
 from vllm_omni.apps.gradio import require_gradio
 from vllm_omni.apps.gradio.api import Api, ApiError, Message, ModelInfo, Step
 from vllm_omni.apps.gradio.chat import make_body
-from vllm_omni.apps.gradio.draw import CUSTOM, make_form, make_sizes
+from vllm_omni.apps.gradio.draw import make_form, make_sizes
 from vllm_omni.apps.gradio.sessions import Picture, Session, Sessions, Turn
-from vllm_omni.apps.gradio.view import describe_queue, show_note
+from vllm_omni.apps.gradio.view import CUSTOM, describe_queue, show_note
 from vllm_omni.errors import ConfigError
 
 

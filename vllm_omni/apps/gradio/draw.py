@@ -18,7 +18,6 @@ from vllm_omni.apps.gradio.sessions import Form, Picture, Sessions
 
 PATH = "/v1/images/generations"
 GUIDANCE = 3.0
-CUSTOM = "custom"
 MAX_PARTIAL_IMAGES = 3  # OpenAI's most
 TICK = 0.5  # seconds between looks at the clock
 _RATIOS = {"square": 1.0, "portrait": 3 / 4, "landscape": 4 / 3, "tall": 9 / 16, "wide": 16 / 9}
@@ -41,7 +40,7 @@ def make_sizes(model: ModelInfo) -> list[tuple[str, str]]:
     choices = [(f"{w} {view.TIMES} {h} {name}", f"{w}x{h}") for name, (w, h) in sizes.items()]
     if model.default_size not in sizes.values():
         choices.insert(0, (f"{width} {view.TIMES} {height}", f"{width}x{height}"))
-    return [*choices, ("Custom", CUSTOM)]
+    return [*choices, ("Custom", view.CUSTOM)]
 
 
 @dataclass
@@ -192,9 +191,7 @@ class DrawTab:
         )
         self.cancel.click(self._cancel, None, None, **quiet)
         self.reuse.click(self._get_last_seed, None, self.seed, **quiet)
-        self.size.change(
-            lambda size: gr.update(visible=size == CUSTOM), self.size, self.custom, **quiet
-        )
+        self.size.change(None, self.size, self.custom, js=view.SHOW_CUSTOM_JS, **quiet)
         for pictures in (self.stage, self.gallery):
             pictures.select(self._select, None, self.stage, **quiet)
         self.stage.submit(self._use_settings, None, self._form, **quiet)
@@ -295,7 +292,7 @@ class DrawTab:
         return (
             form["prompt"],
             form.get("negative_prompt", ""),
-            size if is_preset else CUSTOM,
+            size if is_preset else view.CUSTOM,
             width,
             height,
             form["num_inference_steps"],
@@ -331,7 +328,7 @@ def make_form(
         raise ValueError("The seed is a whole number, or nothing for a random one.")
     if not size:
         raise ValueError("The page is not loaded yet: try again.")
-    if size == CUSTOM:
+    if size == view.CUSTOM:
         if not width or not height:
             raise ValueError("Give a width and a height.")
         size = f"{width}x{height}"

@@ -25,7 +25,8 @@ const show = async () => {
   let text;
   try {
     const answer = await fetch('STATUS_URL');
-    text = answer.ok ? (await answer.json()).status : 'Not signed in: load the page again.';
+    text = answer.status === 401 ? 'Not signed in: load the page again.'
+      : answer.ok ? (await answer.json()).status : 'The server does not answer.';
   } catch (error) {
     text = 'The server does not answer.';
   }
@@ -39,6 +40,9 @@ document.addEventListener('visibilitychange', show);
 
 # Once: a Textbox with autofocus also takes the focus back whenever its text grows.
 FOCUS_JS = "() => document.querySelector('#prompt textarea').focus()"
+
+CUSTOM = "custom"  # a size of which the visitor gives width and height
+SHOW_CUSTOM_JS = f"(size) => ({{__type__: 'update', visible: size === '{CUSTOM}'}})"
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 STAGE_HEIGHT = 440  # CSS pixels
