@@ -189,3 +189,37 @@ def test_only_shapes_that_were_warmed_up_are_compiled() -> None:
             expected = plain.decode(latents)
             torch.testing.assert_close(decoder.decode(latents), expected, atol=1e-5, rtol=0)
         assert len(compiled_shapes) == num_compiled
+
+
+def test_tiles_are_compiled_once() -> None:
+    num_compiled = 0
+
+    def count_compiles(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph.forward
+
+    latents = create_latents(1, 9, 12)
+    with torch.no_grad():
+        decoder = PictureDecoder(create_vae(), tile_size=64, backend=count_compiles)
+        decoder.warm_up(latents)
+        num_warm = num_compiled
+        assert num_warm > 0
+        decoded = decoder.decode(latents)
+    assert num_compiled == num_warm
+    expected = PictureDecoder(create_vae(), tile_size=64).decode(latents)
+    torch.testing.assert_close(decoded, expected, atol=1e-5, rtol=0)
+
+
+def test_a_vae_that_does_not_compile_decodes_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(_: torch.fx.GraphModule, __: list[Any]) -> Any:
+        raise RuntimeError("there is no compiler")
+
+    latents = create_latents(1, 4, 6)
+    decoder = PictureDecoder(create_vae(), backend=refuse)
+    with torch.no_grad():
+        decoder.warm_up(latents)
+    assert "there is no compiler" in caplog.text
+    assert torch.equal(decoder.decode(latents), PictureDecoder(create_vae()).decode(latents))

@@ -49,14 +49,6 @@ def keep_first_frame_only(vae: AutoencoderKLQwenImage) -> None:
                 setattr(module, name, SingleFrameConv(child))
 
 
-def _denormalise(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
-    mean, std = (
-        torch.tensor(values, device=latents.device).view(1, -1, 1, 1, 1).to(vae.dtype)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return latents.to(vae.dtype) * std + mean
-
-
 def _decode(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
     frames: Tensor = vae.decoder(vae.post_quant_conv(latents))
     return frames[:, :, 0]
@@ -81,6 +73,11 @@ class PictureDecoder:
         device = next(vae.decoder.parameters()).device
         if device.type == "cuda":  # what its convolutions compute in: nothing is turned around
             vae.decoder.to(memory_format=torch.channels_last)
+        # Here, because a copy from the host waits for the stream: a decode would for the last one.
+        self._mean, self._std = (
+            torch.tensor(values, device=device).view(1, -1, 1, 1, 1).to(vae.dtype)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
         self.tile = tile_size // vae.spatial_compression_ratio  # latent positions
         self._compiled = torch.compile(_decode, dynamic=True, backend=backend) if backend else None
         self._warm_shapes: set[torch.Size] = set()
@@ -91,7 +88,7 @@ class PictureDecoder:
         A picture that does not fit into the memory alone is decoded in smaller and smaller tiles:
         after all its steps, slightly other pixels are better than none.
         """
-        latents = _denormalise(self.vae, latents)
+        latents = latents.to(self.vae.dtype) * self._std + self._mean
         tile = self.tile or max(latents.shape[-2:])
         while True:
             try:
@@ -106,12 +103,19 @@ class PictureDecoder:
             logger.warning("no memory to decode %s: in tiles of %d", latents.shape, tile)
 
     def warm_up(self, latents: Tensor) -> None:
-        """Compile for the shape of some latents. Only here: no request waits for a compiler."""
+        """Compile for the shape of some latents. Only here: no request waits for a compiler.
+
+        If that fails, decodes go on without.
+        """
         if self._compiled is None:
             return
         start = time.perf_counter()
         shape = latents[..., : self.tile or None, : self.tile or None].shape
-        self._compiled(self.vae, latents.new_zeros(shape, dtype=self.vae.dtype))
+        try:
+            self._compiled(self.vae, latents.new_zeros(shape, dtype=self.vae.dtype))
+        except Exception:  # whatever the compiler stumbles over
+            logger.exception("the VAE does not compile for %s: it is decoded without", shape)
+            return
         self._warm_shapes.add(shape)
         logger.info("compiled the VAE for %s in %.1f s", shape, time.perf_counter() - start)
 
@@ -139,7 +143,8 @@ class PictureDecoder:
             row: list[Tensor] = []
             for left in range(0, width, stride):
                 piece = latents[..., top : top + size, left : left + size]
-                tile = self._decode_piece(piece)
+                # As in `warm_up`: for other strides it would be compiled again.
+                tile = self._decode_piece(piece.contiguous())
                 if above:
                     tile = _fade(above[len(row)], tile, overlap, dim=2)
                 if row:
