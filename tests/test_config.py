@@ -95,7 +95,11 @@ REFUSALS: list[tuple[type, dict[str, Any], str, Any, str]] = [
         for value in (-1, "0", 0.0, True)
     ],
     *[
-        (StageConfig, STAGE, "model_path", value, "the path of a checkpoint, or demo")
+        (config_class, others, name, value, "the path of a checkpoint, or demo")
+        for config_class, others, name in (
+            (StageConfig, STAGE, "model_path"),
+            (OmniConfig, {}, "model"),
+        )
         for value in ("", None, 5, Path("m"))
     ],
     *[

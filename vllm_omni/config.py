@@ -205,8 +205,7 @@ class StageConfig:
     def __post_init__(self) -> None:
         check_choice("engine_type", self.engine_type, get_args(EngineType))
         check_whole("stage_id", self.stage_id, 0)
-        if not isinstance(self.model_path, str) or not self.model_path:
-            raise ConfigError("model_path", self.model_path, "the path of a checkpoint, or demo")
+        check_model("model_path", self.model_path)
         for name in ("input_modalities", "output_modalities"):
             object.__setattr__(self, name, check_each(name, getattr(self, name), str))
         if self.engine_type == "ar":
@@ -270,10 +269,11 @@ class OmniConfig:
     snapshot_every: int = setting(
         8, "steps after which latents are kept to go on from if a stage dies; 0: never", SUPERVISION
     )
-    vllm_config: Any = None
-    stage_configs: Sequence[StageConfig] = ()
+    vllm_config: Any = None  # of AR stages without their own
+    stage_configs: Sequence[StageConfig] = ()  # empty: those of the model's checkpoint
 
     def __post_init__(self) -> None:
+        check_model("model", self.model)
         check_whole("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         check_whole("max_restarts", self.max_restarts, 0)
         check_whole("snapshot_every", self.snapshot_every, 0)
@@ -298,6 +298,12 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Refuse what is none of the choices."""
     if value not in choices:
         raise ConfigError(name, value, f"one of {', '.join(choices)}")
+
+
+def check_model(name: str, value: object) -> None:
+    """Refuse what can name no model."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(name, value, "the path of a checkpoint, or demo")
 
 
 def check_whole(name: str, value: object, low: int) -> None:

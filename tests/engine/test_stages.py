@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.drawing import MakeCheckpoint
-from vllm_omni.config import DEMO, DiTCacheConfig, DiTConfig, StageConfig
-from vllm_omni.engine.stages import complete_stage_configs, derive_stage_configs, make_dit_config
+from vllm_omni.config import DEMO, DiTCacheConfig, DiTConfig, OmniConfig, StageConfig
+from vllm_omni.engine.stages import (
+    complete_stage_configs,
+    derive_stage_configs,
+    get_stage_configs,
+    make_dit_config,
+)
 from vllm_omni.errors import ConfigError
 from vllm_omni.models.demo import find_model
 
@@ -59,6 +65,16 @@ def test_two_stages_without_modalities_become_the_derived_ones(checkpoint: MakeC
         create_stage(1, "diffusion", model_path=model),
     ]
     assert complete_stage_configs(stages) == derive_stage_configs(model)
+
+
+def test_a_config_without_stages_has_those_of_its_checkpoint(checkpoint: MakeCheckpoint) -> None:
+    model = str(checkpoint(0))
+    ar, drawing = get_stage_configs(OmniConfig(model=model, vllm_config=ENGINE_ARGS))
+    assert (replace(ar, vllm_config=None), drawing) == derive_stage_configs(model)
+    assert ar.vllm_config == ENGINE_ARGS
+    assert get_stage_configs(OmniConfig()) == derive_stage_configs(DEMO)
+    [given] = get_stage_configs(OmniConfig(model=model, stage_configs=[create_stage(4, "ar")]))
+    assert (given.stage_id, given.model_path) == (4, "m")
 
 
 def test_stages_come_in_the_order_of_their_ids() -> None:

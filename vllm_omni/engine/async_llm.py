@@ -15,7 +15,7 @@ from vllm_omni.engine.forkserver import start_forkserver
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.processor import OmniProcessor
 from vllm_omni.engine.stage_client import EmbeddedCore, StageClient, StageHealth
-from vllm_omni.engine.stages import complete_stage_configs, derive_stage_configs
+from vllm_omni.engine.stages import derive_stage_configs, get_stage_configs
 from vllm_omni.errors import ConfigError, EngineDeadError, InvalidParameterError
 from vllm_omni.importing import fast_imports
 from vllm_omni.outputs import OmniOutput
@@ -38,8 +38,8 @@ class OmniAsyncLLM:
     """
 
     def __init__(self, config: OmniConfig) -> None:
-        """Start the stages that a config names; it must name at least one."""
-        self.stage_configs = complete_stage_configs(config.stage_configs, config.vllm_config)
+        """Start the stages that a config names, or those of its checkpoint."""
+        self.stage_configs = get_stage_configs(config)
         self.config = replace(config, stage_configs=self.stage_configs)
         self._is_shut_down = False
         self.clients = _make_clients(self.config)
@@ -113,6 +113,8 @@ class OmniAsyncLLM:
         """
         if unknown := sorted(set(supervision) - _SUPERVISION):
             raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}")
+        if not stage_configs:  # nothing else here says which checkpoint
+            raise ConfigError("stage_configs", list(stage_configs), "at least one stage")
         return cls(
             OmniConfig(
                 mode=mode,

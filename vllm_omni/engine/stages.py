@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm_omni.config import DiTConfig, StageConfig
+from vllm_omni.config import DiTConfig, OmniConfig, StageConfig
 from vllm_omni.errors import ConfigError
 from vllm_omni.models.demo import find_model
 
 logger = logging.getLogger(__name__)
+
+
+def get_stage_configs(config: OmniConfig) -> tuple[StageConfig, ...]:
+    """The stages that a config names; where it names none, those of its checkpoint."""
+    stages = config.stage_configs or derive_stage_configs(config.model)
+    return complete_stage_configs(stages, config.vllm_config)
 
 
 def derive_stage_configs(
