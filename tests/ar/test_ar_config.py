@@ -23,7 +23,7 @@ from vllm_omni.errors import ConfigError, ModalityNotSupportedError, ModelLoadEr
 def test_a_mapping_engine_args_and_a_config_say_the_same(checkpoint: MakeCheckpoint) -> None:
     mapping = {"max_model_len": 512, "max_num_seqs": 3}
     models = [
-        ARModel(checkpoint(0), mapping),
+        ARModel(checkpoint(0), {"model": str(checkpoint(0)), **mapping}),
         ARModel(checkpoint(0), EngineArgs(model=str(checkpoint(0) / "text_encoder"), **mapping)),
     ]
     models.append(ARModel("not read", models[0].vllm_config))
@@ -74,6 +74,8 @@ def test_a_cache_that_cannot_be_written(
     [
         (3, "a VllmConfig, EngineArgs or a mapping"),
         ({"worker_cls": "mine"}, "the stage sets these itself"),
+        ({"model": "another"}, "the stage sets these itself"),
+        ({"model": None}, "the stage sets these itself"),
         ({"max_num_seq": 3}, "max_num_seq"),
     ],
 )

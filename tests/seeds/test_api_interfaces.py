@@ -134,6 +134,7 @@ def test_configuration_api(model: str, end: Any) -> None:
         engine_type="ar",
         model_path=model,
         vllm_config={
+            "model": model,
             "max_model_len": 512,
             # ... other vLLM config options
         },

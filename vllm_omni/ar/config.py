@@ -22,6 +22,7 @@ from vllm_omni import envs
 from vllm_omni.ar.rendering import describe
 from vllm_omni.ar.worker import worker_class_name
 from vllm_omni.errors import ConfigError, ModelLoadError
+from vllm_omni.models.demo import find_model
 
 CPU_ENGINE_ARGS: Mapping[str, Any] = {
     "dtype": "float32",
@@ -82,6 +83,8 @@ class ARModel:
         return (self.folder / "preprocessor_config.json").is_file()
 
     def _create_config(self, engine_args: Mapping[str, Any]) -> VllmConfig:
+        if self._is_own(engine_args.get("model")):
+            engine_args = {name: value for name, value in engine_args.items() if name != "model"}
         own = sorted(set(engine_args) & set(OWN_ENGINE_ARGS))
         if own:
             raise ConfigError("vllm_config", own, "the stage sets these itself")
@@ -104,6 +107,13 @@ class ARModel:
             raise ConfigError("vllm_config", sorted(engine_args), str(error)) from error
         except Exception as error:  # of whatever kind: vLLM, transformers and pydantic differ
             raise ModelLoadError(f"vLLM cannot load {self.model}: {describe(error)}") from error
+
+    def _is_own(self, model: Any) -> bool:
+        """Whether an engine argument names the model that the stage has anyway."""
+        folders = (self.model, self.model / CHECKPOINT_FOLDERS[0], self.folder)
+        return isinstance(model, (str, Path)) and any(
+            find_model(str(model)).resolve() == folder.resolve() for folder in folders
+        )
 
 
 # The hidden state of each token, not normalised.
