@@ -127,7 +127,7 @@ def test_help_imports_nothing_large() -> None:
         (["--max-n", "0"], 2, "max_n=0 is not allowed: a whole number, at least 1"),
         (["--port", "70000"], 2, "port=70000 is not allowed: at most 65535"),
         (["--request-timeout", "nan"], 2, "request_timeout=nan is not allowed"),
-        (["--api-key", "short"], 2, "each has at least 8 characters"),
+        (["--host", "0.0.0.0", "--api-key", "short"], 2, "each has at least 8 characters"),
         (["--allowed-origin", "*"], 2, "no wildcard"),
         (["--device", "tpu"], 2, "device='tpu' is not allowed"),
         (["--vllm-arg", "max_num_seqs"], 2, "NAME=VALUE"),

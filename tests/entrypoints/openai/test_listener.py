@@ -28,6 +28,14 @@ def test_loopback_needs_no_key(host: str) -> None:
         assert is_loopback(listener.getsockname()[0])
 
 
+def test_a_key_that_strangers_could_guess() -> None:
+    keys = ("1234567", KEYS[0])
+    open_socket(ServerConfig(port=0, api_keys=keys)).close()  # nobody else can connect
+    with pytest.raises(ConfigError, match=r"others can reach .*: each has at least 8") as caught:
+        open_socket(ServerConfig(host="0.0.0.0", port=0, api_keys=keys))
+    assert keys[0] not in str(caught.value)
+
+
 def test_names_that_only_look_local() -> None:
     assert not is_loopback("127.evil.example") and not is_loopback("localhost")
     assert not is_loopback("::ffff:1.2.3.4") and not is_loopback("128.0.0.1")

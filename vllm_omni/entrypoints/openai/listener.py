@@ -10,6 +10,8 @@ import socket
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.errors import ConfigError, EngineError
 
+MIN_KEY_CHARS = 8  # of a key that strangers could try to guess
+
 _BACKLOG = 2048
 _OTHER_FILES = 512  # sockets between processes, libraries, connections that are being refused
 
@@ -58,7 +60,12 @@ def is_loopback(address: str) -> bool:
 
 def _check_exposure(config: ServerConfig, address: str) -> None:
     """What was bound, not what was written, says who can connect: a name can mean anything."""
-    if not (config.api_keys or config.allow_no_key or is_loopback(address)):
+    if is_loopback(address):
+        return
+    if any(len(key) < MIN_KEY_CHARS for key in config.api_keys):
+        allowed = f"others can reach {address}: each has at least {MIN_KEY_CHARS} characters"
+        raise ConfigError("api_keys", "…", allowed)
+    if not (config.api_keys or config.allow_no_key):
         raise ConfigError(
             "host",
             config.host,
