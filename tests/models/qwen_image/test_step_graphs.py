@@ -25,11 +25,11 @@ class CountedGraphs(StepGraphs):
         assert self.max_tokens == 0  # there is no kernel here that could be captured
         self.max_tokens = max_tokens
         self.captured: list[Bucket] = []
-        self.has_memory = True
+        self.failure: RuntimeError | None = None
 
     def _capture(self, part: Any, plan: PackPlan, bucket: Bucket, *_: Tensor) -> Any:
-        if not self.has_memory:
-            raise torch.OutOfMemoryError
+        if self.failure is not None:
+            raise self.failure
         self.captured.append(bucket)
         return StubGraph()
 
@@ -123,10 +123,19 @@ def test_the_graph_that_was_not_used_for_longest_gives_way() -> None:
     assert len(graphs.captured) == before + 1
 
 
-def test_without_memory_for_a_graph_the_step_runs_without() -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+    ],
+    ids=["torch's memory", "cuBLAS's memory", "a kernel that waits"],
+)
+def test_where_nothing_can_be_captured_the_step_runs_without(failure: RuntimeError) -> None:
     graphs = CountedGraphs()
-    graphs.has_memory = False
+    graphs.failure = failure
     assert [graphs.step([(64, 256)]) for _ in range(3)] == [False] * 3
-    graphs.has_memory = True
+    graphs.failure = None
     assert not graphs.step([(64, 256)])  # it does not ask again
     assert graphs.step([(64, 512)], is_awaited=True)

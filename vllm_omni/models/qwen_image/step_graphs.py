@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_omni.diffusion.isolation import is_out_of_memory
 from vllm_omni.layers.attention import can_attend_together
 from vllm_omni.models.qwen_image.fast_plan import Bucket, FastPlan, fill_bucket, find_bucket
 from vllm_omni.models.qwen_image.transformer import PackPlan
@@ -105,8 +106,11 @@ class StepGraphs:
                 return None
             try:
                 graph = self._capture(part, plan, bucket, image, text)
-            except torch.OutOfMemoryError:
-                logger.warning("no memory for a CUDA graph of %s: this size runs without", bucket)
+            except RuntimeError as error:  # mostly no memory; it may as well be a kernel that waits
+                is_unknown = not is_out_of_memory(error)
+                logger.warning(
+                    "no CUDA graph of %s: this size runs without", bucket, exc_info=is_unknown
+                )
                 self._refused.add(key)
                 return None
             self._graphs[key] = graph
@@ -138,10 +142,13 @@ class StepGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         stream = self._stream
         # What is set up at a first call, such as workspaces, must not be captured.
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            part(mine, static_image, static_text)
-        torch.cuda.current_stream().wait_stream(stream)
+        current = torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                part(mine, static_image, static_text)
+        finally:  # if it fails, what it was to read is given back, and not before it is done
+            current.wait_stream(stream)
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
