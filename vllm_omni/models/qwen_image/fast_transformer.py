@@ -249,7 +249,8 @@ class FastTransformer:
         num_image, num_text = image.shape[0], text.shape[0]
         if (fast := self._plans.get(plan)) is None:
             # Image tokens are many as a rule: only where they are too few does fp8 need more.
-            least = (round_up_rows(num_text), round_up_rows(1)) if self.is_quantized else ()
+            # Compiled code is for two tokens or more; rows that miss a cache may have fewer.
+            least = (round_up_rows(num_text), round_up_rows(1)) if self.is_quantized else (2, 2)
             fast = self._plans[plan] = make_fast_plan(plan, *least)
         of_image, of_text = part(
             fast, fill_up(image, fast.num_image_tokens), fill_up(text, fast.num_text_tokens)
