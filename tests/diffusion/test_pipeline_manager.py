@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
+from diffusers.hooks import HookRegistry
+from diffusers.hooks.group_offloading import LazyPrefetchGroupOffloadingHook
 
 from tests.drawing import Case, MakeCheckpoint, inputs_of, latents_of, load_tokenizer, run_engine
 from vllm_omni.config import DiTConfig
 from vllm_omni.diffusion.engine_core import DiffusionEngineCore
-from vllm_omni.diffusion.pipeline_manager import PipelineManager
+from vllm_omni.diffusion.pipeline_manager import PipelineManager, keep_on_host, stop_tracking
 from vllm_omni.models.qwen_image.checkpoint import write_checkpoint
 
 CASES = [
@@ -142,6 +144,23 @@ def test_which_components_stay_in_host_memory(
         if any(hasattr(module, "_diffusers_hook") for module in getattr(manager, name).modules())
     }
     assert has_hooks == offloaded
+
+
+def test_calls_of_offloaded_layers_are_not_written_down() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    keep_on_host(module, torch.device("cpu"))
+    # With streams, which a CPU has none of, diffusers adds this.
+    tracking = LazyPrefetchGroupOffloadingHook()
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(
+        tracking, "lazy_prefetch_group_offloading"
+    )
+    x = torch.ones(1, 2)
+    expected = module[0](x)
+    assert [name for name, _ in tracking.execution_order] == ["0"]
+    stop_tracking(module)
+    assert torch.equal(module[0](x), expected)
+    module(x)
+    assert len(tracking.execution_order) == 1
 
 
 @pytest.mark.gpu

@@ -176,6 +176,21 @@ def keep_on_host(module: torch.nn.Module, device: torch.device) -> None:
         offload_type="leaf_level",
         use_stream=device.type == "cuda",
     )
+    if device.type == "cuda":
+        stop_tracking(module)
+
+
+def stop_tracking(module: torch.nn.Module) -> None:
+    """Take away the hooks that write down which layer was called when, to fetch the next early.
+
+    They do so until the whole module was called once. We call its parts only: the list would grow
+    with every step, for ever. Checked against diffusers 0.42.1.
+    """
+    from diffusers.hooks import HookRegistry
+
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    for name in ("lazy_prefetch_group_offloading", "layer_execution_tracker"):
+        registry.remove_hook(name)
 
 
 def select_device(device: str, rank: int = 0) -> torch.device:
