@@ -175,6 +175,8 @@ def test_what_counts_as_running_out() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"))
+    of_cudnn = "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+    assert is_out_of_memory(RuntimeError(of_cudnn))
     with pytest.raises(RuntimeError) as of_the_host:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(of_the_host.value)

@@ -18,7 +18,12 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 # What CUDA's libraries say when they, not torch, ask for memory and get none; and torch on a host.
-_ALLOCATION_FAILURES = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+_ALLOCATION_FAILURES = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",  # cuDNN from 9 on
+    "can't allocate memory",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

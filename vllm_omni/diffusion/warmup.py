@@ -52,7 +52,9 @@ class DummyRequests:
     def measure_limits(self) -> MemoryLimits:
         """What fits at once into the share of the GPU that this worker may take."""
         device, config = self.cache_manager.device, self.config
-        self._step(1)  # weights are laid out, and libraries take their workspace, at first use
+        # Weights are laid out, and libraries take their workspace, at first use.
+        self._step(1)
+        self._decode(_SIDES[-1])
         # The cache may fill up to its own limit at any time; that much is not there for steps.
         cache_bytes = config.cache_config.max_cache_size - self.cache_manager.used_bytes
         room = get_memory_budget(device, config.gpu_memory_utilization) - cache_bytes

@@ -70,11 +70,12 @@ class DiffusionWorker:
             self.adapter, self.cache_manager, self.config.snapshot_steps
         )
         self._dummies = DummyRequests(self.adapter, self.cache_manager, self.config)
-        self._warm_up()
         if device.type == "cuda":
+            # Before anything is warm: a decode that is not compiled takes more memory.
             limits = self._dummies.measure_limits()
             self.model_runner.max_num_tokens = limits.max_num_tokens
             self.adapter.limit_decode(limits.max_decode_latents)
+        self._warm_up()
 
     def _warm_up(self) -> None:
         self._dummies.warm_up(WarmupSize.parse(size) for size in self.config.warmup_sizes)
