@@ -108,6 +108,8 @@ _PICTURE: dict[str, Any] = {
     "num_inference_steps": _whole(1, 2),
     "negative_prompt": {"anyOf": [_text(), _NULL]},
     "output_mode": None,
+    "cache": _NULL,
+    "lora": _NULL,
 }
 _IMAGE: dict[str, Any] = {
     **_PICTURE,
@@ -117,8 +119,6 @@ _IMAGE: dict[str, Any] = {
     "rewrite_prompt": None,
     "stream": None,
     "partial_images": None,
-    "cache": _NULL,
-    "lora": _NULL,
 }
 _IMAGES: list[dict[str, Any]] = [
     _IMAGE,

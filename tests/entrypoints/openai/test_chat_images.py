@@ -124,8 +124,30 @@ def test_the_picture_s_own_parameters(client: openai.OpenAI) -> None:
         max_tokens=4,
         temperature=1,
         seed=None,
+        cache="none",
     )
     message = answer.choices[0].message
     assert open_picture(read_picture(message.images[0], "webp")).size == (64, 32)
     assert message.images[0]["seed"] >= 0
     assert (answer.choices[0].finish_reason, len(message.content.split())) == ("length", 4)
+
+
+def test_the_picture_s_step_cache(client: openai.OpenAI) -> None:
+    cache = {"method": "tea", "threshold": 0.5}
+    answer = ask_for_picture(client, say("star"), size="64x64", num_inference_steps=4, cache=cache)
+    png = read_picture(answer.choices[0].message.images[0])
+    used = json.loads(open_picture(png).info["parameters"])["cache"]
+    assert (used["method"], used["threshold"]) == ("tea", 0.5)
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"cache": {"method": "tea", "threshold": -1}}, {"lora": "x"}]
+)
+def test_parameters_of_pictures_that_are_refused(
+    client: openai.OpenAI, parameters: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="is not allowed") as caught:
+        ask_for_picture(client, say("star"), **parameters)
+    assert [caught.value.param] == list(parameters)
+    with pytest.raises(openai.BadRequestError, match="is about a picture"):
+        ask_for_picture(client, say("star"), **parameters, modalities=["text"])

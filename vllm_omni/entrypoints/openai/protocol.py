@@ -102,6 +102,15 @@ class PictureParameters(Body):
     output_mode: OutputMode = Field(
         OutputMode.PIXELS, description="Only pixels and pixels_and_mask can be had over HTTP."
     )
+    cache: Any = Field(
+        None,
+        description=(
+            'The step cache: a method ("first_block", "tea", "taylor"), an object with its fields, '
+            'such as {"method": "tea", "threshold": 0.2}, or "none"; without it, the server\'s own.'
+        ),
+        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]},
+    )
+    lora: Any = Field(None, description="Not supported yet.")
 
 
 class ImageParameters(PictureParameters):
@@ -129,15 +138,6 @@ class ImageParameters(PictureParameters):
     rewrite_prompt: StrictBool = Field(
         False, description="Let the model write a fuller prompt first; it is the revised_prompt."
     )
-    cache: Any = Field(
-        None,
-        description=(
-            'The step cache: a method ("first_block", "tea", "taylor"), an object with its fields, '
-            'such as {"method": "tea", "threshold": 0.2}, or "none"; without it, the server\'s own.'
-        ),
-        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]},
-    )
-    lora: Any = Field(None, description="Not supported yet.")
 
 
 class ImageGenerationRequest(ImageParameters):
