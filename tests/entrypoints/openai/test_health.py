@@ -22,10 +22,17 @@ def cold(inner: InnerServer) -> Iterator[Served]:
         yield served
 
 
+def create_error(message: str) -> dict[str, Any]:
+    """As every answer that is no success has one."""
+    kind, code = "service_unavailable_error", "engine_unavailable"
+    return {"message": message, "type": kind, "param": None, "code": code}
+
+
 def probe(served: Served, path: str) -> tuple[int, str]:
     response = httpx.get(f"{served.url}{path}", timeout=60)
     assert ("retry-after" in response.headers) == (response.status_code == 503)
     report = response.json()
+    assert ("error" in report) == (response.status_code == 503)
     assert report["stages"] == ({} if path.endswith("/live") else STAGES)
     return response.status_code, report["status"]
 
@@ -66,6 +73,7 @@ def test_stage_that_does_not_work(
         assert response.json() == {
             "status": "unavailable",
             "stages": {"ar:0": "ok", "diffusion:1": state},
+            "error": create_error("the engine is not available"),
         }
     response = httpx.get(f"{cold.url}/health/stages/1", timeout=60)
     assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
@@ -76,6 +84,7 @@ def test_stage_that_does_not_work(
         "num_replayed": 3,
         "num_refused": 1,
         "seconds_since_beat": None,
+        "error": create_error(f"the stage diffusion:1 does not work now: {state}"),
     }
     assert httpx.get(f"{cold.url}/health/live", timeout=60).status_code == 200
 

@@ -12,7 +12,13 @@ from pydantic import BaseModel
 from vllm_omni.config import StageConfig
 from vllm_omni.engine.async_llm import OmniAsyncLLM
 from vllm_omni.engine.stage_client import StageHealth
-from vllm_omni.entrypoints.openai.errors import ERROR_RESPONSES, RETRY_AFTER, APIError
+from vllm_omni.entrypoints.openai.errors import (
+    ERROR_RESPONSES,
+    APIError,
+    engine_down,
+    shutting_down,
+)
+from vllm_omni.entrypoints.openai.protocol import ErrorInfo
 from vllm_omni.params import SIZE_MULTIPLE, DiffusionParams
 from vllm_omni.request import OmniRequest, OutputKind
 
@@ -28,6 +34,12 @@ class HealthReport(BaseModel):
     stages: dict[str, StageStatus] = {}  # by name, such as "ar:0"
 
 
+class UnavailableReport(HealthReport):
+    """With status 503, as every error has one."""
+
+    error: ErrorInfo
+
+
 class StageReport(BaseModel):
     """One stage."""
 
@@ -37,6 +49,12 @@ class StageReport(BaseModel):
     num_replayed: int  # requests that were run again, each time counted
     num_refused: int  # requests of which the stage died
     seconds_since_beat: float | None  # its last sign of life; None: it gives none
+
+
+class UnavailableStageReport(StageReport):
+    """With status 503."""
+
+    error: ErrorInfo
 
 
 class Health:
@@ -91,7 +109,7 @@ def make_router(health: Health) -> APIRouter:
     """/health, /health/live, /health/ready, /health/stages/{stage_id}."""
     router = APIRouter(tags=["health"])
     unavailable: dict[int | str, dict[str, Any]] = {
-        503: {"model": HealthReport, "description": "Not now; see Retry-After."}
+        503: {"model": UnavailableReport, "description": "Not now; see Retry-After."}
     }
 
     @router.get("/health/live", summary="Whether this process answers", response_model=HealthReport)
@@ -124,23 +142,38 @@ def make_router(health: Health) -> APIRouter:
         response_model=StageReport,
         responses={
             404: ERROR_RESPONSES[404],
-            503: {"model": StageReport, "description": "Not now; see Retry-After."},
+            503: {"model": UnavailableStageReport, "description": "Not now; see Retry-After."},
         },
     )
     async def stage(stage_id: Annotated[int, InPath(ge=0, le=MAX_STAGE_ID)]) -> Any:
         if (report := health.describe_stages().get(stage_id)) is None:
             raise APIError(404, f"no such stage: {stage_id}", "stage_id")
-        return _respond(report, is_fine=report.status == "ok")
+        if report.status == "ok":
+            return _respond(report)
+        message = f"the stage {report.name} does not work now: {report.status}"
+        return _respond(report, APIError(503, message, code="engine_unavailable"))
 
     def _answer(status: Status) -> JSONResponse:
         stages = {stage.name: stage.status for stage in health.describe_stages().values()}
         is_up = all(state == "ok" for state in stages.values())
         report = HealthReport(status=status if is_up else "unavailable", stages=stages)
-        return _respond(report, is_fine=report.status == "ok")
-
-    def _respond(report: BaseModel, is_fine: bool) -> JSONResponse:
-        if is_fine:
-            return JSONResponse(report.model_dump())
-        return JSONResponse(report.model_dump(), 503, headers={"Retry-After": str(RETRY_AFTER)})
+        return _respond(report, _explain(report.status))
 
     return router
+
+
+def _explain(status: Status) -> APIError | None:
+    if status == "ok":
+        return None
+    if status == "stopping":
+        return shutting_down()
+    if status == "starting":
+        return APIError(503, "the server is starting", code="starting")
+    return engine_down()
+
+
+def _respond(report: BaseModel, error: APIError | None = None) -> JSONResponse:
+    if error is None:
+        return JSONResponse(report.model_dump())
+    content = {**report.model_dump(), "error": error.info.model_dump()}
+    return JSONResponse(content, error.status, headers=error.headers)
