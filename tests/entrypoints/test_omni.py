@@ -125,6 +125,21 @@ def test_a_failing_prompt_does_not_touch_the_others(omni: Omni) -> None:
     assert (after.latents - outs[0].latents).abs().max() <= COMPANY_TOLERANCE
 
 
+def test_what_is_no_prompt_does_not_touch_the_others(omni: Omni) -> None:
+    prompts: Any = ["a cat", None, 5, "a cat"]
+    params: Any = [LATENTS, LATENTS, LATENTS, {"seed": 1}]
+    outs = omni.generate(prompts, params)
+    assert outs[0].error is None and outs[0].latents is not None
+    assert [str(out.error) for out in outs[1:]] == [
+        "prompt=None is not allowed: a string",
+        "prompt=5 is not allowed: a string",
+        "params={'seed': 1} is not allowed: a DiffusionParams",
+    ]
+    assert all(out.finished for out in outs)
+    none, some = omni.encode([None, "a cat"])  # type: ignore[list-item]
+    assert isinstance(none.error, InvalidParameterError) and some.hidden_states is not None
+
+
 def test_progress_counts_every_step_of_every_request(omni: Omni) -> None:
     seen: list[tuple[int, int]] = []
     omni.generate(

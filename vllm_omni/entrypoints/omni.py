@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -40,7 +41,7 @@ class Omni:
         seed: requests without a seed draw theirs from this one, so that a run can be repeated.
         stage_configs: instead of the stages that the checkpoint has by itself.
         vllm_config: of AR stages: a `VllmConfig`, engine arguments, or a dict of them.
-        settings: fields of `DiTConfig`, such as `device`, `dtype` or `worker_processes`.
+        settings: as of `OmniAsyncLLM.from_pretrained`: `device`, `dtype`, `worker_processes`, …
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class Omni:
         A prompt that fails gives an output with `.error`; it does not touch the others.
         """
         prompts = _as_list(prompts)
-        requests = [
-            OmniRequest(prompt=prompt, params=prompt_params, output_format=output_format)
+        made = [
+            _make_request(prompt=prompt, params=prompt_params, output_format=output_format)
             for prompt, prompt_params in zip(prompts, _one_each(params, prompts), strict=True)
         ]
-        return self.run(requests, progress)
+        return self._run_made(made, progress)
 
     def chat(
         self,
@@ -112,9 +113,9 @@ class Omni:
 
     def encode(self, prompts: str | Sequence[str]) -> list[OmniOutput]:
         """The hidden states that condition the picture of each prompt."""
-        return self.run(
+        return self._run_made(
             [
-                OmniRequest(prompt=prompt, output_format="hidden_states")
+                _make_request(prompt=prompt, output_format="hidden_states")
                 for prompt in _as_list(prompts)
             ]
         )
@@ -143,6 +144,14 @@ class Omni:
                 pass
             raise
         return answers.result()
+
+    def _run_made(
+        self, made: Sequence[OmniRequest | OmniOutput], progress: Progress | None = None
+    ) -> list[OmniOutput]:
+        """The same, where what could be no request is its own answer."""
+        requests = [one for one in made if isinstance(one, OmniRequest)]
+        answers = iter(self.run(requests, progress))
+        return [one if isinstance(one, OmniOutput) else next(answers) for one in made]
 
     def collective_rpc(self, stage_id: int, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker of a stage."""
@@ -178,8 +187,7 @@ class Omni:
                 async for output in self.llm.generate(request):
                     news.put(output)
             except OmniRequestError as error:
-                output.error = error
-                output.finished, output.finish_reason = True, FinishReason.ERROR
+                _fail(output, error)
             return output
 
         tasks = [asyncio.create_task(answer(request)) for request in requests]
@@ -206,11 +214,22 @@ class Omni:
 
 
 def _as_list(prompts: str | Sequence[str]) -> list[str]:
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            raise InvalidParameterError("prompts", prompt, "each must be a string")
-    return prompts
+    return [prompts] if isinstance(prompts, str) else list(prompts)
+
+
+def _make_request(prompt: str, **fields: Any) -> OmniRequest | OmniOutput:
+    """A request, or its end where it can be none: the others of its call go on."""
+    try:
+        return OmniRequest(prompt=prompt, **fields)
+    except OmniRequestError as error:
+        output = OmniOutput(request_id=uuid.uuid4().hex, prompt=prompt)
+        _fail(output, error)
+        return output
+
+
+def _fail(output: OmniOutput, error: OmniRequestError) -> None:
+    output.error = error
+    output.finished, output.finish_reason = True, FinishReason.ERROR
 
 
 def _one_each(
