@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 DEMO = "demo"  # the one model that goes by a name, not by its path
 GPU = "settings for GPUs"  # headings of settings
+PROMPTS = "cache of prompts"
 SUPERVISION = "supervision of stages, in process mode"
+SYSTEM = (PROMPTS, SUPERVISION)  # of the whole system, for whoever starts one
 _TOKEN_SIDE = 16  # pixels, as `params.SIZE_MULTIPLE` says, which is above this module
 TILE_MULTIPLE = 4 * _TOKEN_SIDE  # pixels: a tile and three quarters of it are whole tokens
 MAX_SECONDS = 1e9  # of any time limit: more than anybody waits, and exact in a float
@@ -249,7 +251,7 @@ class OmniConfig:
         None, "requests without a seed draw theirs from this one, so that a run can be repeated"
     )
     prompt_cache_bytes: int = setting(
-        128 * 2**20, "most bytes of hidden states kept of earlier prompts; 0: none are kept"
+        128 * 2**20, "most bytes of hidden states kept of earlier prompts; 0: none", PROMPTS
     )
     log_stats: bool = setting(False, "keep vLLM's own metrics of AR stages; in process mode")
     otlp_traces_endpoint: str = setting(

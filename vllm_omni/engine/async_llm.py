@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import Any, Self
 
-from vllm_omni.config import SUPERVISION, DiTConfig, Mode, OmniConfig, StageConfig
+from vllm_omni.config import SYSTEM, DiTConfig, Mode, OmniConfig, StageConfig
 from vllm_omni.engine.coordinator import CrossEngineCoordinator
 from vllm_omni.engine.forkserver import start_forkserver
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
@@ -21,7 +21,7 @@ from vllm_omni.importing import fast_imports
 from vllm_omni.outputs import OmniOutput
 from vllm_omni.request import OmniRequest, OutputKind
 
-_SUPERVISION = {f.name for f in fields(OmniConfig) if f.metadata.get("group") == SUPERVISION}
+_SYSTEM = {f.name for f in fields(OmniConfig) if f.metadata.get("group") in SYSTEM}
 _FAILURE_PERIOD = 0.1  # seconds between looks at stages by who waits for their end
 
 
@@ -75,9 +75,10 @@ class OmniAsyncLLM:
             stage_configs: instead of those that the checkpoint has by itself.
             vllm_config: of AR stages: a `VllmConfig`, engine arguments, or a dict of them.
             settings: fields of `DiTConfig`, such as `device`, `dtype` or `worker_processes`, and
-                those of `OmniConfig` on supervision, such as `max_restarts`.
+                those of `OmniConfig` on supervision and the cache of prompts, such as
+                `max_restarts`.
         """
-        supervision = {name: settings.pop(name) for name in _SUPERVISION if name in settings}
+        of_system = {name: settings.pop(name) for name in _SYSTEM if name in settings}
         if unknown := sorted(set(settings) - {field.name for field in fields(DiTConfig)}):
             raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}")
         if stage_configs and settings:
@@ -92,7 +93,7 @@ class OmniAsyncLLM:
                 seed=seed,
                 vllm_config=vllm_config,
                 stage_configs=stages,
-                **supervision,
+                **of_system,
             )
         )
 
@@ -104,14 +105,14 @@ class OmniAsyncLLM:
         *,
         mode: Mode = "embedded",
         seed: int | None = None,
-        **supervision: Any,
+        **settings: Any,
     ) -> Self:
         """Stages one by one; an AR stage without a `vllm_config` of its own takes this one.
 
         Args:
-            supervision: fields of `OmniConfig` on it, such as `max_restarts`.
+            settings: fields of `OmniConfig` on supervision and the cache of prompts.
         """
-        if unknown := sorted(set(supervision) - _SUPERVISION):
+        if unknown := sorted(set(settings) - _SYSTEM):
             raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}")
         if not stage_configs:  # nothing else here says which checkpoint
             raise ConfigError("stage_configs", list(stage_configs), "at least one stage")
@@ -121,7 +122,7 @@ class OmniAsyncLLM:
                 seed=seed,
                 vllm_config=vllm_config,
                 stage_configs=stage_configs,
-                **supervision,
+                **settings,
             )
         )
 

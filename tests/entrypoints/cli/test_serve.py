@@ -53,6 +53,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "how much one request may ask for",
         "how long things last",
         "what it tells",
+        "cache of prompts",
         "supervision of stages, in process mode",
         "diffusion engine",
         "settings for GPUs",
@@ -78,10 +79,10 @@ def test_every_setting_has_an_option(
         assert (found is not None) == (field.name not in left_out), field.name
 
 
-def test_supervision_has_its_options() -> None:
-    args = make_parser().parse_args(["serve", "--max-restarts", "0", "--hang-timeout", "2.5"])
-    config = _make_omni_config(args)
-    assert (config.max_restarts, config.hang_timeout) == (0, 2.5)
+def test_the_system_has_its_options() -> None:
+    given = ["--max-restarts", "0", "--hang-timeout", "2.5", "--prompt-cache-bytes", "7"]
+    config = _make_omni_config(make_parser().parse_args(["serve", *given]))
+    assert (config.max_restarts, config.hang_timeout, config.prompt_cache_bytes) == (0, 2.5, 7)
     assert config.snapshot_every == OmniConfig().snapshot_every
 
 

@@ -18,7 +18,7 @@ import setproctitle
 import yaml
 
 from vllm_omni import envs, logs
-from vllm_omni.config import DEMO, SUPERVISION, DiTConfig, OmniConfig
+from vllm_omni.config import DEMO, SYSTEM, DiTConfig, OmniConfig
 from vllm_omni.entrypoints.cli.settings import add_settings, read_settings
 from vllm_omni.entrypoints.openai.config import ServerConfig
 from vllm_omni.entrypoints.openai.listener import fit_to_file_limit, open_socket
@@ -31,7 +31,7 @@ from vllm_omni.run_folder import get_run_folder
 
 # Clients may give priorities here; where nobody does, it is first come, first served.
 _DIT_DEFAULTS = {"policy": "priority"}
-_NOT_SUPERVISION = [f.name for f in fields(OmniConfig) if f.metadata.get("group") != SUPERVISION]
+_NOT_SYSTEM = [f.name for f in fields(OmniConfig) if f.metadata.get("group") not in SYSTEM]
 INTERRUPTED = 130  # the exit code of a command that was ended before it could do anything
 
 _EPILOG = """\
@@ -75,7 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--seed", metavar="S", type=int, help="requests without a seed draw theirs from this one"
     )
     add_settings(parser, ServerConfig)
-    add_settings(parser, OmniConfig, leave_out=_NOT_SUPERVISION)
+    add_settings(parser, OmniConfig, leave_out=_NOT_SYSTEM)
     add_settings(
         parser,
         DiTConfig,
@@ -153,7 +153,7 @@ def _make_omni_config(args: argparse.Namespace) -> OmniConfig:
 
     vllm_config = _read_vllm_args(args.vllm_arg)
     dit_settings = read_settings(args, DiTConfig)
-    supervision = read_settings(args, OmniConfig)
+    of_system = read_settings(args, OmniConfig)
     model = dit_settings.pop("model")
     if args.stage_configs is not None:
         if dit_settings:
@@ -173,7 +173,7 @@ def _make_omni_config(args: argparse.Namespace) -> OmniConfig:
         seed=args.seed,
         vllm_config=vllm_config or None,
         stage_configs=stages,
-        **{name: supervision[name] for name in supervision if name not in _NOT_SUPERVISION},
+        **{name: of_system[name] for name in of_system if name not in _NOT_SYSTEM},
     )
 
 
