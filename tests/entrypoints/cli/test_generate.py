@@ -108,6 +108,7 @@ def test_the_demo_model_from_a_shell(tmp_path: Path) -> None:
     assert done.stdout == f"{path}\n"
     assert read(path)[0] == (96, 64)
     assert "Warning" not in done.stderr and "Loading" not in done.stderr
+    assert "| 2/2 [" in done.stderr  # how far it is
 
 
 def test_text_and_image_in_processes_of_their_own(

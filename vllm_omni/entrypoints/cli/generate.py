@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -142,7 +143,9 @@ def run(args: argparse.Namespace) -> int:
     # everything is in it.
     ends_with_process = args.is_shell and args.mode == "embedded"
     with nullcontext() if ends_with_process else omni:
-        with tqdm(unit="step", disable=None, leave=False) as bar:
+        # As wide as it can be read: tqdm writes nothing where a terminal does not tell its size.
+        width = shutil.get_terminal_size().columns
+        with tqdm(unit="step", ncols=width, mininterval=0, miniters=1, leave=False) as bar:
 
             def show(done: int, total: int) -> None:
                 bar.total = total
