@@ -75,7 +75,8 @@ def test_answers_forbid_what_the_page_does_not_do(client: httpx.Client) -> None:
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie and "SameSite=Strict" in cookie and "Path=/ui" in cookie
     assert "max-age" not in cookie.lower() and "expires" not in cookie.lower()
-    assert client.get("/ui", follow_redirects=False).headers["location"] == "/ui/"
+    for path in ("/", "/ui"):
+        assert client.get(path, follow_redirects=False).headers["location"] == "/ui/"
     assert client.get("/favicon.ico").headers["content-type"] == "image/svg+xml"
 
 

@@ -236,6 +236,7 @@ def test_chats(strict: httpx.Client, body: dict[str, Any]) -> None:
         ({"prompt": "x" * 101}, "prompt", "101 characters: at most 100"),
         ({"negative_prompt": "x" * 101}, "negative_prompt", "101 characters: at most 100"),
         ({"n": 4}, "n", "at most 3"),
+        ({"size": "large"}, "size", "size='large' is not allowed: WIDTHxHEIGHT in pixels, such as"),
         ({"size": "144x128"}, "size", "18432 pixels: at most 16384"),
         ({"size": "128x128", "num_inference_steps": 5}, "size", "81920 (pixels x steps x n"),
         ({"size": "128x128", "num_inference_steps": 2, "n": 3}, "size", "more than 65536"),

@@ -7,7 +7,7 @@ import os
 import tempfile
 
 from fastapi import FastAPI
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 
 from vllm_omni.apps.gradio.gate import Page, PageGate
 from vllm_omni.errors import ConfigError
@@ -54,6 +54,11 @@ def mount_page(app: FastAPI, path: str = "/ui") -> Page:
         css_paths=CSS,
     )
     app.add_middleware(PageGate, page=page)
+
+    async def go_to_page() -> Response:
+        return RedirectResponse(f"{path}/")
+
+    app.add_api_route("/", go_to_page, include_in_schema=False)
     app.add_api_route("/favicon.ico", get_icon, include_in_schema=False)
     return page
 

@@ -6,9 +6,18 @@ operator sets are checked where they are known, in `limits.py`.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from vllm_omni.params import MAX_OUTPUTS_PER_PROMPT, MAX_SEED, MAX_SIDE, MAX_STEPS, OutputMode
@@ -24,6 +33,13 @@ MAX_PARTIAL_IMAGES = 3
 _MAX_EXACT = 2**53  # a float has all whole numbers up to here
 MAX_PARAMETERS = 100  # of a body; no route has as many
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # no strings, no booleans
+_SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
+
+
+def _check_size(size: str) -> str:
+    if re.fullmatch(_SIZE, size) is None:
+        raise PydanticCustomError("size", "WIDTHxHEIGHT in pixels, such as 512x768, or auto")
+    return size
 
 
 def _allow_nulls(schema: dict[str, Any]) -> None:
@@ -69,9 +85,9 @@ class Body(BaseModel):
 class PictureParameters(Body):
     """How to draw and how to give the picture, wherever one is asked for."""
 
-    size: str = Field(
+    size: Annotated[str, AfterValidator(_check_size)] = Field(
         "auto",
-        pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$",
+        json_schema_extra={"pattern": _SIZE},  # which as the answer would say little
         description=f"WIDTHxHEIGHT in pixels, multiples of 16 up to {MAX_SIDE}; auto: the model's.",
     )
     quality: Quality = Field(
