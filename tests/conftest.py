@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,6 +43,12 @@ MAX_NUM_BATCHED_TOKENS = 2500
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing is written to the user's own."""
     os.environ["VLLM_OMNI_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def no_garbage() -> None:
+    """For tests that compile: what is left of vLLM's layers ends here, not inside the compiler."""
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,8 @@ from vllm_omni.models.qwen_image.transformer import (
 )
 from vllm_omni.models.qwen_image.weights import pack_weights, quantize_weights
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 MIX = (
     RowShape(((1, 4, 6),), 7),
     RowShape(((1, 8, 8),), 3),

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from vllm_omni.models.qwen_image.vae import PictureDecoder
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 LATENTS_MEAN = [0.3 * channel - 1 for channel in range(8)]
 LATENTS_STD = [0.5 + 0.25 * channel for channel in range(8)]
 
